@@ -3,7 +3,7 @@
     python -m benchmarks.ablation [--only "U-Net" …] [--without polish …] [--efforts fast default best] [--problems F]
 
 The problems are those of `benchmarks.frontier`, and small ones. Each budget is
-solved by itself, as a user asks for it: no plan of another budget is there to start from. Points are of added time in
+solved by itself, as a user asks for it, not from the plan of another budget. Points are of added time in
 percent of the step. `--problems` keeps captured problems in a folder, since capture takes longer than the solving.
 """
 
@@ -36,7 +36,7 @@ SHARES = (0.0, 0.003, 0.01, 0.03, 0.07, 0.15, 0.3, 0.5, 0.7, 0.9)
 """Budgets between the smallest peak of the whole portfolio (0) and that of saving everything (1)."""
 SHARES_BEST = (0.003, 0.03, 0.15, 0.5)
 CHANGED = 0.1
-"""Points by which a plan counts as changed."""
+"""A plan counts as changed from this difference in points."""
 
 SMALL: dict[str, Callable[[], RematProblem]] = {
     "chain of 16": lambda: chain(16),
@@ -62,7 +62,7 @@ SOURCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
 
 
 AND = "; "
-"""Between the commands whose records the result file holds."""
+"""The separator of the commands whose records the result file holds."""
 
 
 def solved(problem: RematProblem, without: str, budgets: list[int], effort: Any, seconds: float) -> list[float | None]:
@@ -104,7 +104,7 @@ def measure(
 
 
 def problem_of(name: str, folder: Path | None) -> RematProblem:
-    """Return a problem by name; one captured from a model is read from `folder` if it is there, else kept there."""
+    """Return a problem by name; one captured from a model is read from `folder` if it is there, else written there."""
     if name in SMALL:
         return SMALL[name]()
     path = None if folder is None else folder / f"{name.replace('/', ' ')}.pickle"

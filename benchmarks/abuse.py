@@ -35,7 +35,7 @@ UNTIL = {"mutations": 2000, "kills": 200, "shapes": 2000}
 
 
 def shapes(row: Row) -> Callable[[int], None]:
-    """A model and its planned copy, trained in step by AdamW; returns what runs one step of each."""
+    """Make a model and its planned copy; returns a function that trains both by one seed and notes the outcome."""
     folder = Path(tempfile.mkdtemp(prefix="memopt-abuse-"))
     os.environ["MEMOPT_CACHE_DIR"] = str(folder)
     plain, model = make_model(), make_model()
@@ -87,7 +87,7 @@ PARTS: dict[str, Callable[[Row], Callable[[int], None]]] = {
 
 
 def run(part: str, until: int, limit_seconds: float) -> None:
-    """Run a part from the seed that it has come to."""
+    """Run a part from its first seed that has not run, up to `until`, for at most `limit_seconds`."""
     row, begin = Row(part), time.perf_counter()
     done = row.values["seeds"]
     one = PARTS[part](row)

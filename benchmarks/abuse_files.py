@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplac
 
 
 def prepare(row: Row) -> Callable[[int], None]:
-    """The model planned, its kept plan, and plans of other budgets; returns what tries one seed."""
+    """Plan the model at four budgets; returns a function that mutates the first kept plan and notes the outcome."""
     folder = Path(tempfile.mkdtemp(prefix="memopt-abuse-"))
     os.environ["MEMOPT_CACHE_DIR"] = str(folder)
     warnings.simplefilter("error", UserWarning)
@@ -75,7 +75,7 @@ def prepare(row: Row) -> Callable[[int], None]:
 
 
 def judge(model: Any, batch: Batch, expected: Any, plan: memopt.Plan, file: Path, whole: str) -> str:
-    """Take a step by whatever is in the file of the kept plan."""
+    """Return the outcome of a step with the kept plan in `file`, which may be mutated. `whole` is its text before."""
     before = file.read_bytes() if file.exists() else b""
     session_of(model).forward.recorded.forget()  # type: ignore[union-attr]
     found = step(model, batch)
@@ -95,7 +95,7 @@ def judge(model: Any, batch: Batch, expected: Any, plan: memopt.Plan, file: Path
 
 
 def fresh_start(folder: Path, file: Path, budget_gb: float, batch: Batch, expected: Any, rng: random.Random) -> str:
-    """Start a job that plans ahead, after its kept plan and the file that leads to it were mutated."""
+    """Return the outcome of a job that plans ahead, after its kept plan and the file that names it were mutated."""
     whole = file.read_text()
 
     def start() -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ def fresh_start(folder: Path, file: Path, budget_gb: float, batch: Batch, expect
 
 
 def named_file(path: Path, data: bytes) -> str:
-    """Load a plan file that the user names."""
+    """Return the outcome of loading a plan file with these contents, as a user would."""
     path.write_bytes(data)
     try:
         memopt.Plan.load(path).table()
@@ -142,7 +142,7 @@ def step(model: Any, batch: Batch) -> list[torch.Tensor]:
 
 
 def kept_file(folder: Path, batch: Batch, budget_gb: float) -> Path:
-    """The file that a first start with the budget leaves."""
+    """Return the plan file that a first start within the budget writes."""
     before = set(folder.iterdir()) if folder.exists() else set()
     model = make_model()
     memopt.optimize(model, budget_gb, **OPTIONS)

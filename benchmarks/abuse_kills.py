@@ -50,8 +50,8 @@ def train(folder: Path, steps: int = STEPS) -> None:
 
 
 def in_a_child(run: Callable[[], None], kill_after: float | None = None, first: Path | None = None) -> int:
-    """Run a function in a fork of this process, killed after that many seconds, counted from when the file `first` is
-    there; its exit code, or minus the signal."""
+    """Run a function in a fork of this process, which is killed after `kill_after` seconds, counted from when the file
+    `first` exists. Returns its exit code, or minus the signal that ended it."""
     child = os.fork()
     if child == 0:
         try:
@@ -75,7 +75,7 @@ def in_a_child(run: Callable[[], None], kill_after: float | None = None, first: 
 
 
 def is_newer(file: Path, seconds: float) -> bool:
-    """Whether a file is there and was written after a time."""
+    """Whether a file is there and was written after the time `seconds`."""
     try:
         return file.stat().st_mtime > seconds
     except FileNotFoundError:  # or renamed in this moment
@@ -83,7 +83,7 @@ def is_newer(file: Path, seconds: float) -> bool:
 
 
 def prepare(row: Row) -> Callable[[int], None]:
-    """The parameters that an undisturbed run trains to; returns what tries one seed."""
+    """Train undisturbed for the parameters to compare with; returns a function that tries one seed."""
     folder = Path(tempfile.mkdtemp(prefix="memopt-abuse-"))
     (folder / "whole").mkdir()
     memopt.plan(make_model(layers=1), 1.0, make_batch(4, 64), precision="fp32")  # loads what all children would load

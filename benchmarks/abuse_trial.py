@@ -54,7 +54,7 @@ class Row:
             print(self.part, seed, outcome, text[:300], flush=True)
 
     def save(self, seeds: int) -> None:
-        """Write the row, which has come to `seeds`."""
+        """Write the row; the seeds below `seeds` have run."""
         self.values.update(seeds=seeds, seconds=time.perf_counter() - self.started)
         document = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         write_result(RESULT, {**document, **stamp(), self.part: self.values})

@@ -59,7 +59,7 @@ ENCODER: dict[str, Any] = {
 
 
 def library(kind: str, head: str, loss: str | None = None, **config: Any) -> Callable[[], nn.Module]:
-    """A Hugging Face model from its configuration; the loss is chosen by name, or looking it up breaks the graph."""
+    """A Hugging Face model from its configuration; the loss is chosen by name, since looking it up breaks the graph."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)

@@ -61,10 +61,10 @@ class Article:
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     plain_gb: float | None
-    """Before the article's techniques; None where it could not be run."""
+    """The peak before the article's techniques; None where it could not be run."""
     best_gb: float
     ladder: dict[str, float]
-    """What the article reaches step by step."""
+    """The peaks that the article reaches step by step."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Row:
     step: str
     peak_gb: float
     added_time: float | None
-    """Of the whole effective batch, against the plain step in the same precision; None where it is not known."""
+    """That of the whole effective batch, as a fraction of the plain step in the same precision; None if not known."""
 
 
 def on_meta(head: str, config: transformers.PretrainedConfig, loss: str) -> Callable[[], nn.Module]:
@@ -86,8 +86,7 @@ def on_meta(head: str, config: transformers.PretrainedConfig, loss: str) -> Call
 
 
 def big_bird() -> nn.Module:
-    """With the blocks that its evaluation attends to in place of those that it draws with numpy, which no graph holds;
-    there are as many of them."""
+    """BigBird with the attention blocks of its eval mode: in train mode numpy draws as many, which no graph holds."""
     config = transformers.BigBirdConfig(num_labels=2, problem_type="single_label_classification")
     model = on_meta("BigBirdForSequenceClassification", config, "ForSequenceClassification")()
     for module in model.modules():
@@ -197,7 +196,8 @@ class Ladder:
         self.add(step, nbytes - account.context, added)
 
     def everything(self, context: int, seconds: float) -> None:
-        """The whole batch at once, at the article's best and at the smallest budget, with what the planner pulls."""
+        """The whole batch at once, at the article's best and at the smallest budget, with the levers that the plan
+        uses."""
         allow = HERE | OPTIMIZER_LEVERS
         least = self.least(precision="bf16", allow=allow)
         for budget in (int(self.article.best_gb * GB) + context, least):
@@ -210,7 +210,7 @@ class Ladder:
                 self.add(step, plan.predicted_peak_bytes - context, added)
 
     def sample_by_sample(self, model: nn.Module, **options: Any) -> tuple[int, Joined, Account]:
-        """The batch in pieces of one sample, each adding to the gradients of those before."""
+        """Return the number of samples, and problem and account of a step on one that adds to gradients."""
         batch = self.article.batch()
         samples, dtype = len(next(iter(batch.values()))), next(model.parameters()).dtype
         first = split(batch, samples)[0]

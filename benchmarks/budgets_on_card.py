@@ -33,7 +33,7 @@ from memopt.errors import GIB
 RESULT = Path(__file__).parent / "results" / "budgets_on_card.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARES = (0.02, 0.25, 0.5, 0.75, 1.0)
-"""Of the way from the smallest budget to the plain peak."""
+"""Budgets, as shares of the way from the smallest that works to the plain peak."""
 ROOMY_GB = 100_000.0
 CLOSE = 0.03
 CAPPED_STEPS = 100
@@ -45,15 +45,15 @@ class Row:
     share: float
     budget_gb: float
     predicted_gb: float
-    """Of what torch's allocator counts."""
+    """The predicted peak of what torch's allocator counts."""
     allocated_gb: float = 0.0
     """`max_memory_allocated`; on the CPU the meter's."""
     predicted_process_gb: float | None = None
-    """Everything, the context and what the allocator holds for holes included, at most."""
+    """The predicted peak of the process, the context and the holes in the allocator's memory included."""
     process_gb: float | None = None
     """What the process held of the card at most, uncapped: more than the budget if the allocator kept what it could."""
     capped_gb: float | None = None
-    """The same while it was held to the budget."""
+    """`process_gb` while the process was held to the budget."""
     capped_steps: int = 0
     failure: str = ""
 
@@ -79,8 +79,8 @@ def used_by_others() -> int:
 
 
 def process_gb(others: int) -> float:
-    """The most that this process held since the statistics were reset: what the driver says is used now, and what the
-    allocator has given back since."""
+    """The most that this process held since the statistics were reset: what the driver says is used now, less `others`,
+    and what the allocator has given back since."""
     free, total = torch.cuda.mem_get_info()
     given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
     return (total - free - others + given_back) / GIB
@@ -137,7 +137,7 @@ def run(candidate: Candidate, share: float, budget_gb: float, others: int, optio
 
 
 def capped(step: Callable[[], None], budget_gb: float, context: int, others: int) -> dict[str, Any]:
-    """Steps while the allocator may hold no more than the budget less the context."""
+    """Take steps while the allocator may hold no more than the budget less the context; returns fields of a `Row`."""
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((budget_gb * GIB - context) / total)

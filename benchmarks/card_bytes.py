@@ -44,13 +44,13 @@ from memopt.errors import GIB
 
 RESULT = Path(__file__).parent / "results" / "card_bytes.json"
 SHARES = (1.0, 0.5, 0.0, 0.25, 0.75, None)
-"""Of the way from the smallest budget to the plain peak; None: a budget half a percent below the smallest. What costs
-little to plan comes first."""
+"""Budgets, as shares of the way from the smallest to the plain peak; None: half a percent below the smallest. Those
+that are planned quickly come first."""
 REFUSED = 0.995
 ROOMY_GB, TINY_GB = 100_000.0, 0.001
 STEPS = 20
 MOST = {"aten": 0.01, "inductor": 0.02}
-"""The most that a prediction may be above what is allocated."""
+"""The largest fraction by which a prediction may be above the bytes allocated."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -59,13 +59,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is trained, beside bf16, the levers that are on by default, and a bare loop."""
+    """How a model is trained; by default in bf16 with the default levers, in a bare loop."""
 
     precision: str = "bf16"
     lever: str = ""
-    """One that is off by default, and allowed here."""
+    """A lever that is off by default and is allowed here; empty for none."""
     microbatches: int = 0
-    """The pieces of each batch, where `TrainStep` trains; 0 for a bare loop."""
+    """The pieces of each batch for `TrainStep`; 0 for a bare loop without it."""
 
 
 WAYS = {
@@ -106,25 +106,25 @@ class Record:
     expandable: bool
     way: str
     share: float | None
-    """None: half a percent below the smallest budget."""
+    """The budget as one of `SHARES`."""
     budget_gb: float
     predicted_gb: float | None = None
-    """Of what torch's allocator counts."""
+    """The predicted peak of what torch's allocator counts."""
     allocated_gb: float | None = None
     total_gb: float | None = None
-    """Everything, as predicted: the context and what the allocator holds for holes included."""
+    """The predicted peak of the process, the context and the holes in the allocator's memory included."""
     capped_reserved_gb: float | None = None
     """The most that the allocator held in the capped steps."""
     capped_steps: int = 0
     plan_seconds: float | None = None
-    """With the compilation, or until the refusal: of this machine's CPU, whatever the card."""
+    """Seconds of planning and compiling, or until the refusal; on this machine's CPU, whatever the card."""
     levers: str = ""
-    """Those that the plan uses beside recomputation."""
+    """The levers that the plan uses beside recomputation."""
     failure: str = ""
 
     @property
     def off(self) -> float | None:
-        """How far the prediction is above what was allocated."""
+        """The fraction by which the prediction is above what was allocated; None without both."""
         return self.predicted_gb / self.allocated_gb - 1 if self.predicted_gb and self.allocated_gb else None
 
     @property
@@ -207,7 +207,7 @@ def trained(
     options: dict[str, Any],
     microbatches: int,
 ) -> Iterator[dict[str, Any]]:
-    """Train within a budget, and yield what is found as it comes."""
+    """Train within a budget, and yield fields of a `Record` as they are measured."""
 
     begin = time.perf_counter()
     memopt.optimize(model, budget_gb, example_inputs=batch, optimizer=optimizer, **options)
@@ -276,7 +276,7 @@ def show(records: list[Record]) -> None:
 
 
 def share(text: str) -> float | None:
-    """A share as the command line has it."""
+    """Parse a share from the command line; None for "refused"."""
     return None if text == "refused" else float(text)
 
 

@@ -115,7 +115,7 @@ def _other_streams(figures: CardFigures, step: CardStep) -> int:
 
 
 def _parallel_loss(job: Job) -> int:
-    """Bytes of the logits of one card in fp32, where their words are split over cards."""
+    """Bytes of the logits of one card in fp32, where the vocabulary is split over cards."""
     cards = job.mesh.get("tp", 1)
     return 4 * job.samples * job.length * job.size.words // cards if cards > 1 else 0
 

@@ -4,8 +4,8 @@ plain DDP's; one JSON file and a table.
     python -m benchmarks.ddp [--budgets 0.425 0.44 0.455 0.47 0.485]
 
 The ranks are two processes of this machine that exchange gradients by gloo. Peaks are metered from the making of the
-model on, so that the buckets are among them. The odd budgets are met by a model that is optimised before it is wrapped,
-the even ones after. Seconds are those of the last step, with both ranks on the same cores.
+model on, so that the buckets are among them. For the first, third and fifth budget the model is optimised before it is
+wrapped, for the others after. Seconds are those of the last step, with both ranks on the same cores.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ HALF = 0.5
 
 
 def without_marks(step: PricedStep) -> PricedStep:
-    """The same step priced as if nothing decided."""
+    """The same step, priced with no operator marked as deciding."""
     with patch.object(JointGraph, "decisions", frozenset()):
         traced = replace(step.traced, regions=tuple(replace(region) for region in step.traced.regions))
         return PricedStep.of(traced, step.settings)
@@ -71,8 +71,8 @@ def record(name: str, backend: str, device: str) -> dict[str, Any]:
 
 
 def shares(records: dict[str, Any]) -> Iterator[tuple[str, float, float, float]]:
-    """By model: how much more its graph holds at least, the share of what decides in the peak at half, and the
-    difference of their added times."""
+    """By model: the fraction by which the marks raise the smallest budget, the share of the marked values in the peak
+    at half, and the difference in added time."""
     for name, found in records.items():
         if "smallest" in found:
             more = found["smallest"] / found["smallest_unmarked"] - 1

@@ -40,11 +40,11 @@ class Comparison:
     share: float
     proven: bool
     exact: float | None
-    """None where no schedule exists, or none was found."""
+    """Added time of the exact reference; None where no schedule exists, or none was found."""
     memopt: float | None
-    """None where no schedule was found."""
+    """Added time of memopt; None where no schedule was found."""
     missed: bool
-    """The reference fits even 1.02 times less, and memopt does not fit."""
+    """Whether the reference fits even the budget divided by 1.02, and memopt does not fit the budget."""
 
 
 def bert(layers: int) -> Callable[[], torch.nn.Module]:

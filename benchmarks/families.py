@@ -35,11 +35,11 @@ class Run:
     measured_mb: float
     predicted_mb: float
     largest_difference: float
-    """Of the loss and any gradient or buffer, over the plain one's largest value; 0: bitwise equal."""
+    """The largest difference of the loss, a gradient or a buffer, over the largest plain value; 0: bitwise equal."""
     added_time: float
     bound: float
     most_evaluations: int
-    """How often one op is evaluated at most."""
+    """The most evaluations of one op."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Checkpointing:
     smallest_mb: float
     added_time_per_block: float
     added_time_here: float
-    """memopt's at the budget that checkpointing per block needs."""
+    """memopt's added time at the budget that checkpointing per block needs."""
 
 
 def difference(step: Step, plain: Step) -> float:

@@ -34,7 +34,7 @@ def missing() -> list[str]:
 
 
 def known_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that are written whole."""
+    """The lines of the file that were written completely."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
@@ -42,7 +42,7 @@ def known_lines(path: Path) -> list[dict[str, Any]]:
 
 def lines_of(subject: str, known: dict[str, dict[str, Any]], small: bool, until: float) -> Iterator[dict[str, Any]]:
     """Yield the lines of a subject, but for the `known` ones, from a process that is ended at the time `until`; where
-    it fails, a line with the end of what it said."""
+    it fails, a line with the end of its output."""
     command = [sys.executable, "-m", "benchmarks.first_day", "--subject", subject, "--known", json.dumps(known)]
     command += ["--small"] * small
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

@@ -52,7 +52,7 @@ aten = torch.ops.aten
 
 def context(known: Known, small: bool) -> Lines:
     """Bytes beside torch's allocator, as assumed and as measured, and how many pairs of segments lie in the order that
-    the model of the allocator has."""
+    the model of the allocator expects."""
     device = torch.device("cuda", 0)
     assumed, measured = assumed_context(torch.cuda.get_device_capability(device)[0]), measure_context_bytes(device)
     yield "context", {"assumed_mb": assumed / MB, "measured_mb": measured and measured / MB}
@@ -65,7 +65,7 @@ def context(known: Known, small: bool) -> Lines:
 
 
 def workspaces(known: Known, small: bool) -> Lines:
-    """Bytes that kernels hold beside inputs and results: by rule, by a run as plans take it, and as used."""
+    """Bytes that kernels hold beside inputs and results: by rule, by the run that plans rely on, and as measured."""
     chip = reported_chip(torch.device("cuda"))
     for name, (op, args) in _operators(64 if small else 1024).items():
         call = describe(op, args, {}, op(*args))
@@ -124,9 +124,9 @@ def capped(known: Known, small: bool) -> Lines:
 
 
 def step_times(known: Known, small: bool) -> Lines:
-    """Step time (median and quartiles of 20 steps) and peak of each way to train GPT-2 medium with `LAYERS`
-    layers; memopt has what per-block checkpointing, eager and compiled, reserved, 0.9 of what torch.compile did, and
-    that less half of its activations."""
+    """Step time (median and quartiles of 20 steps) and peak of each way to train GPT-2 medium with `LAYERS` layers;
+    memopt's budgets are what per-block checkpointing reserved, eager and compiled, 0.9 of what torch.compile did, and
+    all of that less half of its activations."""
     candidate = timed_model(small)
     found = dict(known)
 

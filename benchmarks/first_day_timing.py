@@ -21,7 +21,7 @@ STEPS, WARM = 20, 3
 BESIDE = ("eager, per block", "compile, per block", "compile")
 """The ways to train beside which memopt is timed."""
 TIGHT = 0.9
-"""Of what torch.compile reserved."""
+"""The tighter budget, as a share of what torch.compile reserved."""
 
 
 def budgets_beside(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -64,11 +64,11 @@ class Kept:
     mode: str
     levers: tuple[str, ...]
     kept_gb: float
-    """By the forward for the backward."""
+    """What the forward saves for the backward."""
     weights_gb: float
-    """Of that, copies of parameters."""
+    """The part of `kept_gb` that is copies of parameters."""
     step_ms: float
-    """Of forward and backward, by the time model."""
+    """Time of forward and backward, by the time model."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Trained:
     loss: float
     held_out: float
     loss_ratio: float
-    """To bf16's."""
+    """The loss over that in bf16."""
     held_out_ratio: float
     kept_mb: float
     step_ms: float
-    """Median, measured."""
+    """The median of measured steps."""
 
 
 def llama(sizes: dict[str, int], device: str) -> nn.Module:

@@ -124,7 +124,7 @@ class Frontier:
 
 @dataclass(frozen=True)
 class Peers:
-    """What other methods reach, each at the peak that it happens to have."""
+    """The plans of other methods by name, each with the peak that the method gave it."""
 
     by_name: dict[str, list[Candidate]]
 
@@ -255,7 +255,7 @@ def curves(records: list[dict[str, Any]]) -> Table:
 
 
 def summary(records: list[dict[str, Any]]) -> Table:
-    """What must hold: never beaten, near the bound, near the floor, quick."""
+    """The table of what must hold: memopt is never beaten, near the bound and the floor, and quick."""
     table = Table(title="Between the smallest peak and saving everything")
     for column in (
         "model", "ops", "beaten by a peer", "of torch's", "of per block's", "above the bound: median", "most",

@@ -91,7 +91,7 @@ def main() -> None:
 
 
 AND = "; "
-"""Between the commands whose cases a result file holds."""
+"""The separator of the commands whose cases a result file holds."""
 
 
 class _Record:

@@ -48,13 +48,13 @@ class Run:
     model: str
     method: str
     at: str
-    """Whose measured peak was the budget; empty for recipes."""
+    """The recipe whose measured peak was the budget; empty for recipes themselves."""
     peak_gb: float | None = None
     step_ms: float | None = None
     per_second: float | None = None
-    """Tokens, or images."""
+    """Tokens, or images, per second."""
     held_gb: float | None = None
-    """Part of the peak: parameters, buffers, optimizer's state and batch."""
+    """The part of the peak that is parameters, buffers, optimizer's state and batch."""
     reserved_gb: float | None = None
     """What torch's allocator took from the card; on the CPU the peak."""
     predicted_gb: float | None = None

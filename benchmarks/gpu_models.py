@@ -16,7 +16,7 @@ from benchmarks.real_models import UNet
 
 Batch = dict[str, Tensor]
 Size = Literal["real", "middle", "tiny"]
-"""The last for a test of whether it runs, the middle for times on a CPU, of which operators take the most."""
+""""tiny" is for tests that the code runs; "middle" for times on a CPU, of which operators take the most."""
 LARGE = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 MIDDLE = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}

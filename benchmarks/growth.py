@@ -35,9 +35,9 @@ class Row:
     ops: int
     smallest_seconds: float
     seconds: tuple[float, ...]
-    """Per share."""
+    """CPU seconds to solve, for each of the shares."""
     above_bound: tuple[float, ...]
-    """Per share, in percent of the step."""
+    """Added time above the lower bound for each share, in percent of the step."""
 
 
 def measure(layers: int) -> Row:

@@ -6,7 +6,7 @@ Planned on the meta device with the shapes of the published models, nothing is r
 time (TrainStep accumulates), bf16 compute, AdamW, logits computed on demand only, no activation offloaded. In full:
 fp32 parameters, gradients and state; LoRA: adapters of rank 16 on all linear layers of the blocks, a base in bf16.
 For each model the smallest budget is found, with the levers that are on by default and with each combination of
-proposals about the optimizer. Writes `results/guide.json` model by model, and from all that is in there
+levers on the optimizer. Writes `results/guide.json` model by model, and from all that is in there
 `docs/guide.md`.
 """
 
@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[float, Callable[[], nn.Module]]] = {
 EXACT = "exact levers"
 HERE = DEFAULT_LEVERS - {"offload_activations"}
 Needs = dict[str, float]
-"""GB of 1024³ bytes by what is allowed."""
+"""The smallest budget in GB of 1024³ bytes, by the levers that are allowed."""
 
 
 def made(name: str, *, lora: bool) -> nn.Module:

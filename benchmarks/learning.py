@@ -64,7 +64,7 @@ class Curve:
     seed: int
     steps: tuple[int, ...]
     losses: tuple[float, ...]
-    """Held out."""
+    """Losses on the held-out data."""
     accuracies: tuple[float, ...]
     skipped: int
     """Steps that the loss scale skipped."""

@@ -196,7 +196,7 @@ def measure(name: str, way: str, budget_gb: float, count: int, *, small: bool) -
 
 
 def growth(resident: dict[int, int], since: int) -> float | None:
-    """By which part resident memory has grown from a batch to the last one where it was read; None where it was not."""
+    """The fraction by which resident memory has grown from a batch to the last one where it was read, or None."""
     return resident[max(resident)] / resident[since] - 1 if since in resident else None
 
 

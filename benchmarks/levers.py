@@ -81,12 +81,12 @@ class Rung:
     """A lever, and the step in which it is needed."""
 
     when: str
-    """In which situation somebody wants it, and what then fills the memory: the text of its section."""
+    """The text of its section: the situation in which it helps, and what fills the memory there."""
     make: Callable[[], tuple[nn.Module, Batch]]
     step: str
     """The step in words."""
     allow: frozenset[str] = EXACT
-    """The levers beside it."""
+    """The levers that are allowed beside it."""
     precision: str = "fp32"
     share: float | None = None
     """The budget as a share of the smallest without the lever; by default it is the smallest with it."""
@@ -192,7 +192,7 @@ def smallest_gb(rung: Rung, **options: Any) -> float:
 
 
 def measured(rung: Rung, budget_gb: float | None, *, split: bool = False, **options: Any) -> Measured:
-    """Three steps within a budget; plain ones without."""
+    """Run and measure three steps within a budget, or plain ones if it is None."""
     gc.collect()  # of the step before, which would lie beside this one
     torch.manual_seed(0)
     model, batch = rung.make()
@@ -230,7 +230,7 @@ def one_step(model: nn.Module, optimizer: Any, batch: Batch) -> float:
 
 
 def tried(name: str) -> tuple[Measured, Measured]:
-    """A step without a lever, and with it."""
+    """Run a step without a lever, and with it."""
     rung = RUNGS[name]
     os.environ["MEMOPT_PLAN"] = "always"
     if rung.no_time == LINKED:  # as tests/linked.py has it

@@ -1,4 +1,4 @@
-"""Minimum cuts of large problems: memopt's kernel beside OR-tools' and scipy's maximum flow, and what they weigh.
+"""Minimum cuts of large problems: memopt's kernel beside OR-tools' and scipy's maximum flow, and their installed MB.
 
     python -m benchmarks.max_flow
 

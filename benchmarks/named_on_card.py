@@ -52,17 +52,17 @@ class Trial:
     reserved_gb: float = 0.0
     """The most that torch's allocator held."""
     predicted_gb: float = 0.0
-    """Of what torch's allocator counts."""
+    """The predicted peak of what torch's allocator counts."""
     allocated_gb: float = 0.0
-    """The most that it gave out in the steps after the first."""
+    """The most that torch's allocator had allocated in the steps after the first."""
     added_time: float = 0.0
     failure: str = ""
     seconds: float = 0.0
-    """How long planning took on this machine's CPU."""
+    """Seconds of planning on this machine's CPU."""
 
     @property
     def off(self) -> float:
-        """How far the prediction is above what was allocated."""
+        """The fraction by which the prediction is above what was allocated."""
         return self.predicted_gb / self.allocated_gb - 1 if self.allocated_gb else 0.0
 
     @property
@@ -83,7 +83,7 @@ class Job:
         memopt.optimize(self.model, budget_gb, example_inputs=self.batch, **self.options)
 
     def named_gb(self) -> float:
-        """The figure that a refusal names, as its text has it."""
+        """The smallest budget in GB that the text of a refusal names."""
         try:
             self.optimize(TINY_GB)
         except memopt.BudgetError as refusal:

@@ -122,7 +122,8 @@ def known() -> dict[str, Record]:
 
 
 def merged(before: Record, record: Record, stages: tuple[str, ...]) -> Record:
-    """The part of a record that is written: the stages that were run, the number of right cases, and all others.
+    """The part of a record that is written: the stages that were run, the number of right cases, and all cases that are
+    not.
 
     Cases of stages that were run before are kept from `before`."""
     cases = {name: case for name, case in before.get("cases", {}).items() if name and not name.endswith(stages)}

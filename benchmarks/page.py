@@ -4,8 +4,8 @@
 
 Each model is planned for an H100 at a quarter of the way from the smallest budget to the plain peak, and its page
 opened five times in a headless Chromium. "ready" is from the beginning of the navigation until everything is drawn and
-listens; "hover" and "search" are until the page has answered a movement of the mouse and the word "softmax". Medians.
---picture makes docs/page.png instead: the memory over the step of the first model, with the mouse on it.
+takes input; "hover" and "search" are until the page has answered a movement of the mouse and the word "softmax". All
+are medians. --picture makes docs/page.png instead: the memory over the first model's step, with the mouse on it.
 """
 
 from __future__ import annotations

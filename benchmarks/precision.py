@@ -55,7 +55,7 @@ class Saved:
 
     bytes: int
     weight_copies: int
-    """Of those, 16-bit copies of parameters."""
+    """The part of `bytes` that is 16-bit copies of parameters."""
     casts: int
 
 
@@ -67,9 +67,9 @@ class Row:
     autocast_error: float
     memopt_error: float
     memopt_cpu_error: float
-    """As planned for the CPU, whose autocast has other lists than a card's."""
+    """`memopt_error` as planned for the CPU, whose autocast has other lists than a card's."""
     autocast_cpu_error: float
-    """Under the CPU's own autocast."""
+    """`autocast_error` under the CPU's own autocast."""
 
 
 def saved(joint: JointGraph) -> Saved:

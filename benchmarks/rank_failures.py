@@ -153,7 +153,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, step: Any, batch: dict[s
 
 
 def _kill_within(model: Any, note: Callable[[], None]) -> None:
-    """Have this process end without a word in the middle of the model's next forward, after `note`."""
+    """Kill this process in the middle of the model's next forward, after a call of `note`."""
 
     def kill(*_: Any) -> None:
         note()

@@ -57,11 +57,11 @@ class Start:
 
     optimize: float
     step: float
-    """The first, with all that is compiled for it."""
+    """Seconds of the first step, with its compilation."""
     looking: float
-    """For a kept plan: its key, and reading it."""
+    """Seconds of looking for a kept plan: making its key and reading it."""
     peak_gb: float
-    """As planned."""
+    """The peak that the plan predicts."""
 
 
 def start(name: str, budget_gb: float, *, ahead: bool) -> Start:

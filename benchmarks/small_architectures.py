@@ -85,7 +85,7 @@ class NotBuilt(Exception):
 
 
 def names() -> list[str]:
-    """Return the model types that have a class to train, the common ones first, then all tasks in turn."""
+    """Return the model types that have a class to train: the common ones, then one of each task in turn."""
     found = [name for name in CONFIG_MAPPING_NAMES if name not in NOT_TRAINED and class_name(name)]
     order: dict[str, tuple[bool, int, int]] = {}
     met: Counter[str] = Counter()

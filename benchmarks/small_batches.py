@@ -150,7 +150,7 @@ def _forecast(config: Any) -> dict[str, Any]:
 
 
 def _codes(config: Any) -> dict[str, Any]:
-    """Text, and the codes of each of the sound's channels."""
+    """Return a batch of text and of audio codes for each channel."""
     channels = config.decoder_config.num_channels
     codes = torch.randint(5, 90, (4, 16, channels))
     return {**_text(), "decoder_input_ids": codes, "labels": codes.transpose(1, 2).reshape(4 * channels, 16)}
@@ -161,7 +161,7 @@ def _boxed(config: Any) -> dict[str, Any]:
 
 
 def _of_types(config: Any) -> dict[str, Any]:
-    """Text, which says of each token that it is no image's."""
+    """Return a batch of text whose token types say that no token is an image's."""
     return {**_labelled_text(), "mm_token_type_ids": torch.zeros(4, 64, dtype=torch.long)}
 
 
@@ -189,4 +189,4 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "granite_speech5_ctc": _stacked, "timesfm2_5": _forecast, "dia": _codes, "molmo2": _of_types, "udop": _boxed,
     "videoprism": _filmed,
 }  # fmt: skip
-"""Batches of those whose forward takes something else."""
+"""Batches of the model types whose forward takes other inputs."""

@@ -15,7 +15,7 @@ FIRST = frozenset({
     "pegasus_x", "lxmert", "convnextv2", "modernbert", "bit", "regnet", "deit", "beit", "hubert", "wavlm",
     "speech_to_text", "audio-spectrogram-transformer", "clip", "patchtst",
 })  # fmt: skip
-"""Common types, and those that were wrong or refused once."""
+"""Model types that are common, or that were wrong or refused once."""
 NOT_TRAINED = frozenset({"emu3", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "musicgen", "musicgen_melody"})
 """Model types whose language model has a type of its own."""
 UNLISTED = {

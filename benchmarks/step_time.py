@@ -39,13 +39,13 @@ class Row:
     model: str
     share: float
     table_ms: float
-    """Predicted from the table of devices."""
+    """The step's time predicted from the table of devices."""
     calibrated_ms: float
     measured_ms: float
     fastest_ms: float
-    """Of the measured steps."""
+    """The time of the fastest measured step."""
     planning_s: float
-    """With a calibration that is there, and one more where it is not."""
+    """Seconds of planning and compiling, and of calibration where none is on disk."""
 
     @property
     def errors(self) -> tuple[float, float]:

@@ -85,7 +85,7 @@ def _own_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 @contextmanager
 def watching() -> Iterator[Walk]:
-    """A block whose calls are counted."""
+    """A context in which the calls of memopt's functions are counted."""
     walk = Walk()
     sys.setprofile(walk.note)
     try:

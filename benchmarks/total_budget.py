@@ -5,7 +5,7 @@
 GPT-2 small (124 million parameters, 4 sequences of 512) and ViT-B/16 (32 images), AdamW, on the CPU. The plain total is
 the measured peak of two whole fp32 steps: parameters, gradients, state, activations, the optimizer's own. For half of
 it, 0.35 and 0.25 two steps are trained by `memopt.optimize(model, budget)` and `TrainStep`, or, where that is refused,
-with the cheapest proposals that it names. The refusal's own smallest budget is trained within as well, and the smallest
+with the cheapest levers that it names. The refusal's own smallest budget is trained within as well, and the smallest
 with the optimizer in the backward, by a loop of its own (TrainStep steps after it).
 """
 
@@ -48,18 +48,18 @@ Trainer = Callable[[nn.Module, torch.optim.Optimizer], Step]
 class Row:
     model: str
     share: float
-    """Of the plain total."""
+    """The budget as a share of the plain total."""
     budget_gb: float
     outcome: str
     """"met", "refused" or "met with proposals"."""
     smallest_gb: float | None
-    """As the refusal names it; None where nothing was refused."""
+    """The smallest budget that the refusal names; None where nothing was refused."""
     levers: tuple[str, ...]
     measured_gb: float | None
     predicted_gb: float | None
     added_time: float | None
     microbatches: bool
-    """Whether TrainStep split the batch."""
+    """Whether `TrainStep` split the batch."""
 
 
 def gpt2() -> tuple[nn.Module, Batch]:

@@ -110,7 +110,7 @@ def detr(size: Size) -> Candidate:
 
 
 def unet(size: Size) -> Candidate:
-    """That of DDPM for pictures of 256 by 256 pixels."""
+    """The U-Net of DDPM for pictures of 256 by 256 pixels."""
     side, samples, channels, blocks = (256, 8, (128, 128, 256, 256, 512, 512), 6) if size == "real" else (
         32, 2, (32, 64), 2
     )  # fmt: skip

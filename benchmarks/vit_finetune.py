@@ -5,9 +5,9 @@
 
 Random weights, scikit-learn's handwritten digits enlarged to the model's images, Adam, batches of 64. The article's
 steps (Raschka 2023, rasbt/pytorch-memory-optim): fp32; mixed precision; all in bf16; a batch of 16; microbatches of 4
-in it; SGD. memopt keeps the batch of 64 and Adam: with its default levers at the measured peak of each step, where they
-do not suffice with proposals, and where these do not either with the smallest budget that works. Peaks are what torch
-handed out and, on a GPU, reserved; times are medians of repeated steps after warming up, in one run.
+in it; SGD. memopt keeps the batch of 64 and Adam: with its default levers at the measured peak of each step; where they
+do not suffice, with levers on the optimizer too, and where these do not either, in the smallest budget that works.
+Peaks are what torch handed out and, on a GPU, reserved; times are medians of steps after warming up, in one run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Recipe:
 
     name: str
     low: bool = False
-    """Parameters, gradients and state in bf16."""
+    """Whether parameters, gradients and state are in bf16."""
     autocast: bool = False
     batch: int = BATCH
     pieces: int = 1
@@ -73,7 +73,7 @@ LADDER = (
 class Row:
     recipe: str
     method: str
-    """ "by hand" or memopt's levers and proposals."""
+    """ "by hand", or memopt with its levers."""
     batch: int
     peak_gb: float
     reserved_gb: float | None

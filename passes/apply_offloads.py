@@ -17,7 +17,7 @@ from passes.ops.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT
 
 @dataclass(frozen=True)
 class HostStay:
-    """One offload of a value to the host. When its copies start and are waited for is given as positions in the
+    """One offload of a value to the host. Its fields say when the copies start and are waited for, as positions in the
     schedule's list of evaluations."""
 
     value: str

@@ -138,7 +138,7 @@ class Rewriter:
     def evaluate(self, node: fx.Node) -> None:
         again = node in self.latest
         if again and not node.users:
-            return  # nobody reads it: it was evaluated for its effect on the generator, which is to come once
+            return  # no node reads it: it only advances the generator, which must happen once
         self.forget_followers(node)
         args = tuple(self.bind(arg) for arg in node.args)
         kwargs = {key: self.bind(value) for key, value in node.kwargs.items()}

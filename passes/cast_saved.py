@@ -88,7 +88,7 @@ def _widens(reader: Node, value: Node) -> bool:
 
 
 def _is_like(other: Node, value: Node) -> bool:
-    """Returns whether another operand has dimensions and the dtype of `value`: it decides the result's dtype."""
+    """Returns whether `other` is no scalar and has the dtype of `value`, and so decides the result's dtype."""
     tensor = other.meta.get("val")
     return isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and tensor.dtype == value.meta["val"].dtype
 

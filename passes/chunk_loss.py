@@ -182,7 +182,7 @@ class _Rewrite:
         erase_up_to(self.hidden.values(), self.match.loss, lambda _, source: source in self.hidden or is_pure(source))
 
     def _measure(self, reader: Node, step: LogitsStep, source: Node) -> None:
-        """Has a call that reads a size of the logits read it from the layer's input."""
+        """Makes a call that reads a size of the logits read that size from the layer's input."""
         dim: Any = reader.args[1]
         if dim % step.node.meta["val"].dim() == step.class_dim:
             reader.replace_all_uses_with(step.node.meta["val"].shape[step.class_dim])

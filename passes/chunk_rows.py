@@ -38,7 +38,7 @@ def rewrite_rows(region: RowRegion, programs: Collection[RowProgram], rows: int)
 
 
 def _measure(region: RowRegion, node: Node, class_dim: int, reader: Node) -> None:
-    """Has a call that reads a size of a value with classes read it from the layer's input."""
+    """Makes a call that reads a size of a value with classes read that size from the layer's input."""
     value = node.meta["val"]
     dim: Any = reader.args[1]
     if dim % value.dim() == class_dim:
@@ -88,7 +88,7 @@ class _Rewrite:
     def _operands(self) -> tuple[list[Any], ...]:
         """Returns hidden, weight, bias, rows, whole and biased, the operands of `memopt::linear_rows`.
 
-        Those that the results have no derivatives by are detached.
+        Those by which the results have no derivatives are detached.
         """
         learned, program = self.program.learned(), self.program
         hidden, weight, bias, biased = list[Node](), list[Node](), list[Node](), list[int]()
@@ -161,7 +161,7 @@ class _Rewrite:
         return node if node.meta["val"].dim() < 2 else self._call(aten.reshape.default, node, [-1])
 
     def _laid_out(self, node: Node, found: Node) -> Node:
-        """Returns `found` for the readers of `node`; with the strides of `node` where they depend on these."""
+        """Returns `found` for the readers of `node`; with the strides of `node` where the readers depend on these."""
         changed = values_after({node: found.meta["val"]})
         if changed is not None:
             store(changed)
@@ -173,7 +173,7 @@ class _Rewrite:
         return self._call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
     def _finished(self, result: RowResult, found: Node) -> Node:
-        """Returns the value of a result, from the program's."""
+        """Returns the value of a result of the graph, made from the program's result `found`."""
         node, dtype = result.node, result.node.meta["val"].dtype
         if result.finish == "targets":
             found = self._mean_of_targets(node, found)
@@ -184,14 +184,14 @@ class _Rewrite:
         return found if found.meta["val"].dtype == dtype else self._call(aten.to.dtype, found, dtype)
 
     def _shaped(self, result: RowResult, found: Node) -> Node:
-        """Returns a program's result in the shape of the graph's.
+        """Returns a program's result in the shape of the graph's result.
 
         A result that is reduced over rows as well (`finish` is "again") is reduced by the graph's own call.
         """
         node, class_dim = result.node, self.region.inside[result.value]
         shape, width = result.value.meta["val"].shape, found.meta["val"].shape[1:]
         rows = [at for at in range(len(shape)) if at != class_dim]
-        # A reshape finds out one size by itself.
+        # A reshape infers one size (-1).
         several = sum(not isinstance(shape[at], int) for at in rows) > 1
         source = _like(self.region, result.value) if several else None
         sizes = [

@@ -51,7 +51,7 @@ def private(
 
 
 Replacement: TypeAlias = tuple[Any, Any, Any]
-"""An object and the name of an attribute, or a dictionary and a key, and the value that takes the place of its own."""
+"""(object, name of an attribute, new value) or (dictionary, key, new value)."""
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced_all(replacements: Sequence[Replacement]) -> Iterator[None]:
     """Context in which attributes of objects and items of dictionaries have other values; afterwards the previous
-    values are restored. Each replacement is (object, name of the attribute, value) or (dictionary, key, value)."""
+    values are restored."""
     before = [
         (owner, name, owner[name] if isinstance(owner, dict) else getattr(owner, name))
         for owner, name, _ in replacements
@@ -111,7 +111,7 @@ def overload_name(operator: Any) -> str:
 
 def forget_erased(graph: fx.Graph) -> None:
     """Frees the nodes that were erased from a graph, which its table of names keeps alive, with their metadata. With
-    symbolic sizes these take more memory than the rest of the graph. Their names stay taken."""
+    symbolic sizes these take more memory than the rest of the graph. Their names stay reserved."""
     names: dict[Any, str] = graph._graph_namespace._obj_to_name
     for node in [named for named in names if isinstance(named, fx.Node) and named._erased]:
         del names[node]

@@ -1,4 +1,4 @@
-"""Has calls read a value where it was made, not from the buffer that it was written to."""
+"""Makes calls read a value itself, not the buffer that it was written to."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ class ForwardWrites(Pass):
     """Makes calls that read a part of a buffer read the value that was written there; bit for bit the same numbers.
 
     In a functional graph, each write of a tile to a buffer makes a copy of the whole buffer. A copy that nothing reads
-    any more is erased. A value is read in place of a part only if it has the part's memory layout; or, where the part
+    any more is erased. A value is read instead of a part only if it has the part's memory layout; or, where the part
     has gaps between its rows, if what reads it gives the same bits without them.
 
     Before:
@@ -128,7 +128,7 @@ def _round_alike(node: Node, *, aligned: bool) -> bool:
             continue
         if user.target in _TURNS and _round_alike(user, aligned=aligned):
             continue
-        # A copy reads only the layout of what it is written to, and has it itself.
+        # `copy` reads only the layout of its first argument, and returns that layout.
         laid_out = user.target is aten.copy.default and node is not user.args[1]
         if laid_out and _round_alike(user, aligned=aligned):
             continue

@@ -1,4 +1,4 @@
-"""Has linear layers compute from 8-bit copies of their input and weight."""
+"""Makes linear layers compute from 8-bit copies of their input and weight."""
 
 from __future__ import annotations
 

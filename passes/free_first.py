@@ -46,7 +46,7 @@ class FreeFirst(Pass):
 
 
 def _follows(node: Node) -> bool:
-    """Returns whether a node only names memory that a call has made."""
+    """Returns whether a node makes no memory: a constant, an element of a tuple, or a view."""
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node)
 
 
@@ -106,7 +106,7 @@ class _Order:
         self.first = calls[0]
 
     def settle(self) -> bool:
-        """Moves every call forward as far as it pays; returns whether any was moved."""
+        """Moves every call ahead of its predecessors as far as it pays; returns whether any was moved."""
         moved = False
         for call in list(self.calls):
             while (place := self.place[call]) and self._pays(call, before := self.calls[place - 1]):

@@ -1,4 +1,4 @@
-"""Replaces GELU and SiLU that are written out by one operator, which saves only its input for the backward."""
+"""Replaces each written-out GELU or SiLU by one operator, which saves only its input for the backward."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -67,7 +67,7 @@ def find_activations(graph_module: GraphModule) -> tuple[Found, ...]:
 
 @dataclass(frozen=True)
 class FuseActivations(Pass):
-    """Replaces GELU (with erf or its tanh approximation) and SiLU that are written out by `gelu` and `silu`.
+    """Replaces written-out GELU (with erf or its tanh approximation) and SiLU by `gelu` and `silu`.
 
     They are recognised by the function that they compute, in any order of operations. Formulas with other constants, or
     whose intermediate values are read elsewhere, are left alone: see `find_activations`. Results differ by rounding.
@@ -89,7 +89,7 @@ class FuseActivations(Pass):
         super().requires(graph_module)
         if self.activations:
             reasons = {activation.name: activation.reason for activation in find_activations(graph_module)}
-            mend = "name only activations that find_activations fuses"
+            mend = "name activations that find_activations returns without a reason"
             check_named(self.activations, reasons, "it is in no formula like GELU's", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
@@ -114,7 +114,7 @@ class _ActivationMatch:
     value: Node
     results: tuple[Node, ...]
     inner: tuple[Node, ...]
-    """The calls between, in the graph's order."""
+    """The calls between `value` and `results`, in the graph's order."""
 
 
 @dataclass(frozen=True)

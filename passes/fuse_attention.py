@@ -1,4 +1,4 @@
-"""Replaces attention that is written out by `scaled_dot_product_attention`, which never holds the probabilities."""
+"""Replaces written-out attention by `scaled_dot_product_attention`, which never holds the probabilities."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -80,7 +80,7 @@ class _Rewrite:
             query, mask, scale = self._query_mask_scale()
             tensors = [query, key, match.value]
             flat = match.query.meta["val"].dim() == 3
-            if flat:  # kernels take batch and heads
+            if flat:  # kernels need a dimension of heads
                 tensors = [self._call(aten.unsqueeze.default, tensor, 1) for tensor in tensors]
                 if mask is not None and mask.meta["val"].dim() == 3:
                     mask = self._call(aten.unsqueeze.default, mask, 1)

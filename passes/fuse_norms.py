@@ -1,4 +1,4 @@
-"""Replaces LayerNorm that is written out by `layer_norm`, which saves its input and two numbers for each row."""
+"""Replaces written-out LayerNorm by `layer_norm`, which saves its input and two numbers for each row."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,13 +64,13 @@ class FuseNorms(Pass):
     """
 
     norms: frozenset[str] | None = None
-    """Names of the calls of `sqrt`, `rsqrt`, `std` and alike whose norms are rewritten; None: all that can be."""
+    """Names of the calls of `sqrt`, `rsqrt`, `std` and the like whose norms are rewritten; None: all that can be."""
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
         if self.norms:
             reasons = {norm.name: norm.reason for norm in find_norms(graph_module)}
-            mend = "name only norms that find_norms fuses"
+            mend = "name norms that find_norms returns without a reason"
             check_named(self.norms, reasons, "it is no root that a norm divides by", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
@@ -175,7 +175,7 @@ def _under(graph_module: GraphModule, root: Node) -> tuple[Variance | None, floa
 
 
 def _quotient(graph_module: GraphModule, root: Node) -> tuple[Node, Any, bool] | None:
-    """Returns the quotient by a root, its numerator, and whether a number is added to the root first.
+    """Returns the call that divides by a root, its numerator, and whether a number is added to the root first.
 
     None if nothing is divided by the root.
     """
@@ -230,7 +230,8 @@ def _fits(node: Any, variance: Variance, sizes: tuple[int, ...]) -> bool:
 
 
 def _next_operand(name: str, result: Node, variance: Variance, sizes: tuple[int, ...]) -> tuple[Node | None, Node]:
-    """Returns the weight or bias that the only reader applies, or None, and the result after it."""
+    """Returns the weight (`name` "mul") or bias ("add") that the only reader of `result` applies, and that reader; None
+    and `result` where there is none."""
     node = result
     while len(node.users) == 1:
         (reader,) = node.users

@@ -221,7 +221,7 @@ def _flat(passes: tuple[Pass, ...]) -> Iterator[Pass]:
 def _check_passes(passes: Iterable[object]) -> None:
     for listed in passes:
         if not isinstance(listed, Pass):
-            raise TypeError(f"{listed!r} is no pass; give it instances of Pass")
+            raise TypeError(f"{listed!r} is no pass; give instances of Pass")
 
 
 def copy_graph_module(graph_module: GraphModule) -> GraphModule:

@@ -184,7 +184,7 @@ def _sink(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool
 
 
 def _source(node: Node) -> Node | None:
-    """Returns the operand whose data a call moves; None if others are floating-point too or it returns no tensor."""
+    """Returns the operand whose data a call moves; None if other operands are floats too, or it returns no tensor."""
     if not moves_data(node) or not isinstance(node.meta["val"], torch.Tensor) or not isinstance(node.args[0], Node):
         return None
     floating = [source for source in node.all_input_nodes if is_float(source)]
@@ -198,7 +198,7 @@ def _numel(node: Node) -> float:
 
 
 def _last_of_its_line(source: Node) -> Node:
-    """Returns the source, or the graph's last input if it is an input, since inputs stay in front."""
+    """Returns the graph's last input if `source` is an input, since inputs stay in front; else `source`."""
     if source.op != "placeholder":
         return source
     return source.graph.find_nodes(op="placeholder")[-1]

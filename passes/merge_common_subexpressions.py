@@ -63,7 +63,7 @@ class MergeCommonSubexpressions(Pass):
 
 
 def _shared_or_written(graph: Graph, held: dict[Node, frozenset[Hashable]]) -> frozenset[Hashable]:
-    """Returns the storages that are returned or may be written to: two equal ones must remain two."""
+    """Returns the storages that are returned or may be written to; values in them are not merged."""
     exposed = set(graph.output_node().all_input_nodes)
     for node in graph.nodes:
         if may_write(node):

@@ -70,7 +70,7 @@ def _quantize(value: Node, backward: list[Node]) -> None:
     if not readers:
         return
     shape, dtype = value.meta["val"].shape, value.meta["val"].dtype
-    narrow, scale = _copy_there_is(value, frozenset(backward)) or _new_copy(value)
+    narrow, scale = _existing_copy(value, frozenset(backward)) or _new_copy(value)
     with value.graph.inserting_before(readers[0]):
         given = new_call(readers[0], DEQUANTIZE, narrow, scale, dtype)
         if len(shape) != 2:
@@ -79,7 +79,7 @@ def _quantize(value: Node, backward: list[Node]) -> None:
         reader.replace_input_with(value, given)
 
 
-def _copy_there_is(value: Node, backward: frozenset[Node]) -> tuple[Node, Node] | None:
+def _existing_copy(value: Node, backward: frozenset[Node]) -> tuple[Node, Node] | None:
     """Returns the 8-bit copy and scales that the forward has made of a value, or of a view with the same rows."""
     copies = [user for user in value.users if user not in backward and user.target is QUANTIZE and user.args[1] == E4M3]
     if copies:
@@ -92,7 +92,7 @@ def _copy_there_is(value: Node, backward: frozenset[Node]) -> tuple[Node, Node] 
             continue
         same = is_view(user) and user.meta["val"].shape[-1:] == value.meta["val"].shape[-1:]
         if same and user.meta["val"].dim() == 2 and user.target is _RESHAPE:
-            found = _copy_there_is(user, backward)
+            found = _existing_copy(user, backward)
             if found is not None:
                 return found
     return None

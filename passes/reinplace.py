@@ -1,4 +1,4 @@
-"""Has elementwise calls write their result over an operand that nothing reads any more."""
+"""Makes elementwise calls write their result over an operand that nothing reads any more."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

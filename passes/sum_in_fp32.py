@@ -1,4 +1,4 @@
-"""Has sums return fp32 rather than 16 bits that are widened afterwards."""
+"""Makes sums return fp32 rather than 16 bits that are widened afterwards."""
 
 from dataclasses import dataclass
 from typing import ClassVar

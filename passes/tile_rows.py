@@ -1,4 +1,4 @@
-"""Runs segments of a graph on some rows after the others."""
+"""Runs segments of a graph on a part of their rows at a time."""
 
 import operator
 from collections.abc import Mapping

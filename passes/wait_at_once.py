@@ -1,4 +1,4 @@
-"""Moves the waits for collectives to the collectives."""
+"""Moves the waits for collectives directly behind them."""
 
 from dataclasses import dataclass
 

@@ -107,8 +107,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     predicted.
 
     The first step plans and compiles where that is not yet done, and makes the optimizer's state; the last one is
-    measured. Afterwards parameters, gradients, buffers, the optimizer's state and random states are as they were, also
-    when a step fails; copies of them are held in the host's memory meanwhile.
+    measured. Afterwards parameters, gradients, buffers, the optimizer's state and random states are restored, also when
+    a step fails, from copies held in the host's memory.
 
     On CUDA the bytes measured are those allocated by torch's allocator: the context and fragmentation are not among
     them, and are left out of the prediction.
@@ -121,7 +121,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
 
     Raises:
         ValueError: the model is not optimised or not in training mode, or its loss is no scalar.
-        TypeError: `optimizer` is no instance, `batch` no tuple, dict or tensor, or the model returns no loss.
+        TypeError: `optimizer` is not an instance, `batch` not a tuple, dict or tensor, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
     planned = optimised(model)
@@ -142,12 +142,12 @@ def _checked_step(
     *,
     set_to_none: bool,
 ) -> AccountCheck:
-    model = planned.model  # out of DDP, whose gradients would be exchanged
+    model = planned.model  # the module inside DDP, so that no gradients are exchanged
     start = TrainingState.of(model)
     with optimizer_restored(optimizer), torch.enable_grad():
         try:
             start.restore()
-            for _ in range(1 if set_to_none else 2):  # held gradients have a plan of their own
+            for _ in range(1 if set_to_none else 2):  # a step that begins with gradients has another plan
                 _train(lambda: calls(*call[0], **call[1]), optimizer)
                 optimizer.zero_grad(set_to_none=set_to_none)
             elsewhere = calls.share.latest_elsewhere(call)
@@ -203,7 +203,7 @@ def _measure(
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
     gc.collect()
     resident = sum(fixed.values()) + _bytes_on(device, held)
-    if (kind := device_of(device)).caching:  # it also counts the workspaces of libraries, which are no tensor's
+    if (kind := device_of(device)).caching:  # also counts libraries' workspaces, which are no tensors
         resident = max(resident, kind.allocated_bytes(device) - elsewhere)
     with PhaseMeter(device) as meter:
         _train(call, optimizer, meter.end_phase)

@@ -34,16 +34,16 @@ ROUNDING = 1e-4
 """The largest relative error, of the loss and of all gradients as one vector, that `verify` accepts of a plan that
 computes in the model's own dtype. Other kernels and other orders of sums stay far below it."""
 OF_AUTOCAST, SIXTEEN_BITS, EIGHT_BITS = 2.0, 1e-2, 0.3
-"""The largest errors that `verify` accepts of other plans. In 16 bits: this multiple of autocast's error, or
-`SIXTEEN_BITS` if that is more. With 8-bit layers: `EIGHT_BITS`."""
+"""The largest errors that `verify` accepts of other plans. In 16 bits: `OF_AUTOCAST` times autocast's error,
+or `SIXTEEN_BITS` if that is more. With 8-bit layers: `EIGHT_BITS`."""
 SHARE = 1e-2
 """The part of the accepted error that a single parameter's gradient may have where nothing is cast. With casts it may
-have all of it: the gradient of a bias before a normalisation, which is zero but for rounding, is off by as much as all
-others."""
+have all of it: the gradient of a bias before a normalisation is zero up to rounding, and its error can be as large as
+that of all others."""
 
 
 def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Comparison:
-    """Train one forward and backward of the optimised `model` and of its plain self on `batch`, and compare them.
+    """Run one forward and backward of the optimised `model` and one of the plain model on `batch`, and compare them.
 
     Where the plan computes in 16 bits, the plain model also trains under `torch.autocast` in that dtype. The errors of
     all runs are against the `reference`, by default a float64 step of a copy that draws the plain step's random
@@ -52,7 +52,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     Every run starts from the same parameters, buffers and random state, and is measured in the same way. The optimised
     model runs once before, so that planning and compiling are not measured. The values of that run are compared as
     well: each difference and error of the optimised model is the larger one of its two runs, with a note where they
-    differ. Afterwards gradients, buffers and random states are as they were, also when a step fails.
+    differ. Afterwards gradients, buffers and random states are restored, also when a step fails.
 
     Peaks count everything on the device (see `measure_peak`) except what the comparison itself keeps. The optimizer
     does not step; its state counts where it exists.
@@ -65,12 +65,12 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
 
     Raises:
         ValueError: the model is not optimised or not in training mode, its loss is no scalar, a hook acts on
-            accumulated gradients, `reference` is none of these, or is "float64" and the model does not run in it.
-        TypeError: `batch` is no tuple, dict or tensor, or the model returns no loss.
+            accumulated gradients, `reference` is another string, or "float64" and the model does not run in it.
+        TypeError: `batch` is not a tuple, dict or tensor, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
     planned = _checked(model, reference)
-    model = planned.model  # out of DDP, whose gradients would be exchanged
+    model = planned.model  # the module inside DDP, so that no gradients are exchanged
     calls = planned.with_loss or planned.forward
     call = batch_call(batch, calls.loss_fn)
     check_device(call, model)
@@ -107,9 +107,9 @@ def _compared(model: nn.Module, planned: Session, call: Call, reference: str) ->
 def _runs(
     planned: Session, call: Call, start: TrainingState, low: torch.dtype | None, notes: list[str]
 ) -> tuple[list[MeasuredStep], MeasuredStep, MeasuredStep | None]:
-    """The steps to compare: those of the optimised model (a measured one, and its first, which is not measured, where
-    its gradients are finite); a measured one of the plain model; and, given a dtype `low`, one of that model under
-    autocast."""
+    """The steps to compare. Of the optimised model, a measured one, and its first, whose peak and seconds are not
+    measured, if its gradients are finite; a measured one of the plain model; and, given a dtype `low`, one of that
+    model under autocast, None if that fails."""
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
     with _restored(planned.model, call):
         first = first_run(lambda: calls(*args, **kwargs), start, planned.low)
@@ -132,7 +132,7 @@ def _runs(
 
 @contextmanager
 def _restored(model: nn.Module, call: Call) -> Iterator[None]:
-    """A block after which the batch and the model's parameters, to which a forward may write, are as before it."""
+    """A context at whose exit the batch and the model's parameters, to which a forward may write, are restored."""
     with values_restored(tensors_in(call)), containers_restored(call), parameters_restored(model):
         yield
 
@@ -155,8 +155,8 @@ def _checked(model: nn.Module, reference: str) -> Session:
     for name, parameter in model.named_parameters():
         if post_accumulate_hooks(parameter):
             raise ValueError(
-                f"a hook acts on the accumulated gradient of {name}, and may change the model (an optimizer in the "
-                "backward does), which a comparison must not; remove the hook to compare"
+                f"the post-accumulate-grad hook of {name} may change the model in the backward, as an optimizer in the "
+                "backward does; remove the hook to compare"
             )
     return planned
 
@@ -268,14 +268,14 @@ def _message(
     nearest = last_read(model, plan, wrong)
     if wrong:
         name, place = nearest or (max(wrong, key=lambda one: wrong[one]), "")
-        of = f"of {len(wrong)} parameters, of which {name} is nearest to the loss"
-        parts.append(f"the gradients {of}, by {wrong[name]:.1e}{place}")
+        which = f"{name}, of {len(wrong)} wrong ones the nearest to the loss{place}" if nearest else name
+        parts.append(f"the gradients by {wrong[name]:.1e} for {which}")
     if buffers:
         parts.append(f"the buffers {', '.join(buffers[:3])}")
     return (
         f"the planned step of this {type(model).__name__} differs from the plain one by more than {limit:.0e}: "
         f"{'; '.join(parts)}; the model and its gradients are as before this step: go on without memopt "
-        "(memopt.remove(model)), and report it with the table of memopt.compare(model, batch)"
+        "(memopt.remove(model)), and report this with the table of memopt.compare(model, batch)"
     )
 
 

@@ -89,13 +89,13 @@ class Comparison:
     """The differences of the buffers after the step."""
     budget_bytes: int
     autocast: StepRun | None = None
-    """The plain model under `torch.autocast` in the 16-bit dtype of the plan; None where the plan computes in fp32."""
+    """The plain model under `torch.autocast` in the 16-bit dtype of the plan; None for fp32, or if it fails."""
     autocast_dtype: str = ""
     """"bf16" or "fp16"; empty without `autocast`."""
     accuracies: Accuracies | None = None
     """The errors of each run against the reference, of its loss and of every gradient."""
     notes: tuple[str, ...] = ()
-    """Runs that could not be made, and why."""
+    """Remarks on the runs, such as one that could not be made, and why."""
 
     @property
     def loss_error(self) -> float:
@@ -198,7 +198,7 @@ def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, StepRun, Ac
 
 
 def _differences_table(differing: list[Difference]) -> Table:
-    title = f"The worst of {len(differing)} that differ from the plain model's"
+    title = f"The worst of {len(differing)} gradients and buffers that differ"
     table = new_table(title, Column("parameter or buffer", overflow="fold"), right=("absolute", "relative"))
     for difference in differing[:WORST_ROWS]:
         table.add_row(difference.name, f"{difference.absolute:.3g}", f"{difference.relative:.3g}")

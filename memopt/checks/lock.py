@@ -1,4 +1,4 @@
-"""A lock of a step's memory: its figures and the rows behind them, kept in a file; and what grew since, and why."""
+"""Memory locks: the figures of a training step and their rows, kept in a file, compared with a later version of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PACKAGES = ("memopt", "torch")
 _ROOM = 1.02
 _SHOWN = 6
 _NOTABLE = 0.1
-"""A line is named if it makes at least this share of what the line makes that grew most."""
+"""A line is reported if it grew by at least this share of what the line that grew most grew by."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class MemoryLock:
     seconds: float
     """Seconds of the step with nothing recomputed."""
     versions: Mapping[str, str]
-    """The versions of torch, memopt, and the packages whose code makes rows."""
+    """The versions of torch, memopt, and the packages that have lines in `rows`."""
     files: Mapping[str, str]
-    """Digests of the user's own files whose code makes rows."""
+    """Digests of the user's own files that have lines in `rows`."""
     rows: tuple[LockedRow, ...]
 
 
 def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarged: bool = False) -> MemoryLock:
     """The memory lock of a training step as `memopt.plan` plans it: nothing runs, and the model may be on "meta".
 
-    Raises `BudgetError` where the step does not fit; with `enlarged`, it is planned for the smallest budget that works
-    and 2% more instead."""
+    Raises `BudgetError` where the step does not fit; with `enlarged`, it is then planned for 1.02 times the smallest
+    budget that works."""
     check_torch()
     session = Session(model, options)
     try:
@@ -110,7 +110,7 @@ class Culprit:
 
 
 def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """The names that stand for other texts in two mappings, or are in one of them only."""
+    """The keys whose values differ between two mappings, or that only one of them has."""
     return [name for name in {**new, **old} if old.get(name) != new.get(name)]
 
 
@@ -171,7 +171,7 @@ class LockCheck:
             named = self.culprits
             lines += ["grown, in the order of the step:", *map(str, named[:_SHOWN])]
             lines += [f"and {len(named) - _SHOWN} more lines"] * (len(named) > _SHOWN)
-            lines += ["changed since: " + (", ".join(self.changed) or "no file and no version that the lock knows")]
+            lines += ["changed since: " + (", ".join(self.changed) or "none of the locked files and versions")]
         return "\n".join(lines)
 
 
@@ -204,8 +204,8 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
 
 
 def _line(row: LockedRow) -> tuple[object, ...]:
-    """A key by which a line of code is known again when it has moved in its file: the operator, the text and what it
-    makes."""
+    """A key by which a line of code is recognised when it has moved in its file: the operator, the text and the bytes
+    that it makes."""
     return row.operator, row.code, row.made, row.checkpointed
 
 

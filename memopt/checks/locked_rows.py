@@ -38,7 +38,7 @@ class LockedRow:
     smallest: int = 0
     """Bytes that are alive at the peak within the smallest budget."""
     added: float = 0.0
-    """Seconds of recomputing it."""
+    """Seconds of recomputing what the line makes."""
     checkpointed: int = 0
     """The number of its calls that lie under `torch.utils.checkpoint`."""
 
@@ -83,7 +83,7 @@ def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
     for figure, memory in memories.items():
         for row, nbytes in memory.rows(memory.peak).items():
             found["", _OWN.get(row, row), "", ""][figure] += nbytes
-    for row, nbytes in given.items():  # of the rows of the account, what has no module stays
+    for row, nbytes in given.items():  # the account's rows keep the bytes that belong to no module
         found["", row, "", ""].subtract(dict.fromkeys(("made", *memories), nbytes))
     for (module, operator, source, code), figures in found.items():
         if any(figures.values()):
@@ -129,7 +129,7 @@ def _checkpointed(plan: Plan) -> set[str]:
 
 
 def _alike(rows: Iterable[LockedRow]) -> Iterator[LockedRow]:
-    """The rows, where those that differ in nothing but the numbers in their module's path are one."""
+    """The rows, with those merged that differ only in the numbers in their module's path."""
     found: dict[tuple[str, LockedRow], list[LockedRow]] = defaultdict(list)
     for row in rows:
         found[row.pattern, replace(row, modules=())].append(row)

@@ -77,7 +77,7 @@ def measured(
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
     """Run a step in which the model is planned and compiled; peak and seconds are not measured. If `low`, the 16-bit
-    dtype that it computes in, is fp16, the loss scale is the largest; None is returned if gradients are not finite
+    dtype that it computes in, is fp16, the loss is scaled by 65,536; None is returned if gradients are not finite
     then."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
@@ -118,7 +118,7 @@ def autocast_step(
     notes: list[str],
 ) -> MeasuredStep | None:
     """A measured step of the plain model under autocast in `low`, the 16-bit dtype of the plan; None where that is
-    None, or where the model does not run so; the reason is then added to `notes`."""
+    None, or where the model does not run under it; the reason is then added to `notes`."""
     if low is None:
         return None
     try:

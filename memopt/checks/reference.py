@@ -54,8 +54,7 @@ class GradientError:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The relative errors of the loss and the parameters' gradients of one run, against those of a reference run in
-    fp64."""
+    """The relative errors of one run's loss and parameters' gradients against those of the reference run."""
 
     loss: float
     """|loss − reference| / |reference|."""

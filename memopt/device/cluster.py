@@ -37,8 +37,8 @@ _NVLINK_STEP, _PCIE_STEP, _NETWORK_STEP = 3.4 * _MICRO, 5.7 * _MICRO, 9.6 * _MIC
 BEGIN_SECONDS = 8.4 * _MICRO
 """Seconds that a collective takes beside the steps of its ring: `baseLat` of NCCL's model."""
 # A bus bandwidth of 230 to 250 GB/s of 300 is reported for all-reduce on eight A100 with NVSwitch, and 350 to 390 of
-# 450 on eight H100 without reductions in the switch: about 0.8. On a network what is left is the frames' overhead and
-# what switches lose: an assumption.
+# 450 on eight H100 without reductions in the switch: about 0.8. The shares on a network,
+# less frames' overhead and what switches lose, and on a bus are assumptions.
 _SWITCHED, _ON_NETWORK, _ON_BUS = 0.8, 0.85, 0.7
 
 
@@ -188,7 +188,7 @@ class Cluster:
 def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> Cluster | None:
     """The arguments `mesh` and `interconnect` as a `Cluster`; None where neither is given.
 
-    Raises `TypeError` for values of other types. Raises `ValueError` where only one of both is given, for unknown
+    Raises `TypeError` for values of other types. Raises `ValueError` where only one of the two is given, for unknown
     names, and for sizes that are below 1, make a mesh of one card, need a network that is not named, or do not fit the
     nodes.
     """

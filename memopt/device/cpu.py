@@ -73,15 +73,12 @@ def _cpu_softmax(call: OpCall) -> int:
 
 _TRANSPOSED = 60 * 60
 """Elements of the block in which a copy transposes a matrix."""
-
-
 _BLOCK = 16
 """The channels that oneDNN computes together with vectors of 512 bits."""
 
 
 def _cpu_safe_softmax(call: OpCall) -> int:
-    """Bytes of `_safe_softmax`: to find the rows that are masked whole, it holds a mask of the input's size and two
-    values for each row."""
+    """Bytes of `_safe_softmax`: to find fully masked rows, it holds a mask of the input's size and two values a row."""
     spec = first(call)
     rows = spec.numel // max(1, spec.size[call.argument(1)]) if spec.size else 1
     return spec.numel + 4 * rows + SCALARS + _cpu_softmax(call)

@@ -42,7 +42,7 @@ from memopt.device.workspace_rules import MB, by_rules, rule_name
 from memopt.solver.problem import BlockCall
 from passes.graphs.op_kinds import FP32, FP32_SET_DTYPE, LOWER_PRECISION, PROMOTE
 
-# Composite operators that call an operator of these lists; the others only view or copy.
+# Composite operators that call one of autocast's operators; other composites only view or copy.
 _REACH_A_LIST = frozenset(
     {
         "cross_entropy_loss", "nll_loss_nd", "ctc_loss", "std", "var", "norm", "nuclear_norm", "frobenius_norm",
@@ -243,7 +243,7 @@ class _Cuda(Device):
         return measure_context_bytes(device)
 
     def start_libraries(self, device: torch.device) -> None:
-        """Have cuBLAS and cuBLASLt allocate the workspaces that they keep, for this thread and for autograd's. Raises
+        """Make cuBLAS and cuBLASLt allocate the workspaces that they keep, for this thread and for autograd's. Raises
         `torch.OutOfMemoryError` where they have no room."""
         start_libraries(device)
 

@@ -62,24 +62,24 @@ _OPS = frozenset({
     # cuDNN's
     "convolution", "_convolution", "convolution_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
-    # Parts of an output in fp32, or of the keys.
+    # Attention: parts of an output in fp32, or of the keys.
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
-    # A buffer, and the counters of its thread blocks in a block of their own.
+    # Reductions: a buffer, and the counters of its thread blocks in a block of their own.
     "sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "prod", "linalg_vector_norm", "amax", "amin",
     "argmax", "argmin", "max", "min", "any", "all",
-    # Sums of each part of the rows, and copies.
+    # Norms and softmax: sums of each part of the rows, and copies.
     "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
     "native_group_norm", "native_group_norm_backward", "native_batch_norm", "_native_batch_norm_legit",
     "_native_batch_norm_legit_functional", "native_batch_norm_backward", "batch_norm_backward",
     "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data",
-    # Copies of what is not contiguous.
+    # Pooling and resizing: copies of operands that are not contiguous.
     "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
     "max_pool2d_with_indices", "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d",
     "upsample_bilinear2d_backward", "upsample_bicubic2d", "upsample_bicubic2d_backward",
 })  # fmt: skip
 """Operators whose allocations are found by running them. What they allocate does not depend on the values of their
-operands, and they read no memory at addresses among these, so they run on tensors that are not filled."""
+operands, and they use no operand as an address or index, so they run on tensors that are not filled."""
 _ROOM = 64 * 1024**2
 """Bytes by which a free segment is made larger than what a call needs, so that all blocks of the call lie in it."""
 

@@ -32,11 +32,11 @@ class Device:
     the model of that allocator (`memopt.account.caching_allocator`), bytes are read from its counters, and the account
     has the driver's context, which lies beside its memory."""
     block_bytes: int = 1
-    """Memory is given out in multiples of this."""
+    """Every allocation takes a multiple of these bytes."""
     generator_state_bytes: int = 16
     """Bytes of its random generator's saved state."""
     foreach: bool = True
-    """Whether torch's optimizers step all parameters at once there, unless they are told otherwise."""
+    """Whether torch's optimizers use their foreach implementation there by default."""
     sums_in_16_bits: frozenset[str] = frozenset()
     """Operators whose kernels, or those of their backward, sum over many rows in 16 bits where their input has them."""
     backend: Literal["aten", "inductor"] = "aten"
@@ -153,7 +153,7 @@ class Device:
         """Return to the device the bytes that torch's allocator has reserved and not allocated."""
 
     def expand_segments(self) -> None:
-        """Have torch's caching allocator use expandable segments from now on, in this process."""
+        """Make torch's caching allocator use expandable segments from now on, in this process."""
 
     def allocated_bytes(self, device: torch.device) -> int:
         """Bytes that torch's caching allocator has allocated for tensors now."""

@@ -1,4 +1,4 @@
-"""The rates that time is estimated with, as a value, and those of CUDA cards, from their makers' data sheets."""
+"""`Hardware`, the rates by which seconds are estimated, and its entries for CUDA cards, from makers' data sheets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Chip:
 
 
 LARGE = Chip(132, 2048)
-"""An H100's, for cards that are not known."""
+"""The H100's, also assumed for cards that are not known."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Hardware:
     """Its multiprocessors and their threads, by which kernels choose how much workspace they take."""
     context_bytes: int = 512 * 1024**2
     """Bytes that a process holds on a GPU beside torch's allocator: the context, and libraries' kernels, loaded when
-    they are called. Reported are 256 MB for the bare one (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to 400
-    MB in use (pytorch/pytorch#107667, #109888); more is assumed until it is measured. See also `assumed_context`."""
+    they are called. Users report 256 MB before any is called (RTX 3090, torch 2.7: invoke-ai/InvokeAI#9413) and 300 to
+    400 MB in use (pytorch/pytorch#107667, #109888); more is assumed until it is measured. See `assumed_context`."""
     host_bytes: int | None = None
     """Room on the host for offloaded values; None for twice the device's memory."""
     device_type: str = "cuda"
@@ -220,7 +220,7 @@ _GPUS = (
 )  # fmt: skip
 CARDS = {entry.name: entry for entry in _GPUS}
 
-# What `torch.cuda.get_device_name` says, in full: an "L40", a "3060 Ti", a "4090 Laptop GPU" are other chips.
+# Full names, as `torch.cuda.get_device_name` gives them: an "L40", a "3060 Ti", a "4090 Laptop GPU" are other chips.
 _CUDA_NAMES = {
     r"(NVIDIA )?A100.*40GB.*": "a100-40",
     r"(NVIDIA )?A100.*80GB.*": "a100-80",
@@ -237,7 +237,7 @@ _CUDA_NAMES = {
 
 
 def card_reported(name: str) -> Hardware | None:
-    """The listed card whose device torch reports under this name; None for one that is not listed."""
+    """The entry of the card that `torch.cuda.get_device_name` calls `name`; None for a card that is not listed."""
     return next((CARDS[card] for pattern, card in _CUDA_NAMES.items() if re.fullmatch(pattern, name)), None)
 
 

@@ -106,7 +106,7 @@ class LiveBytes(TorchDispatchMode):
         if (device := device_asked_for(func, args)) is not None:
             return device
         if any(tensor.layout is torch.jagged for tensor in tensors_in((args, list(kwargs.values())))):
-            return NotImplemented  # it runs on the tensors inside
+            return NotImplemented  # the operator is then dispatched for the tensors inside
         result = self.run(func, args, kwargs)
         if func.is_view and isinstance(args[0], FakeTensor):  # no storage is made, no kernel runs
             return result
@@ -182,7 +182,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages of a tensor; of a wrapper its own, as what is inside is counted where operators make it."""
+    """The storages of a tensor; of a wrapper its own, as the tensors inside are counted where operators make them."""
     return [tensor.untyped_storage()] if tensor.layout is torch.strided else storages_of(tensor)
 
 

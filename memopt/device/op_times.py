@@ -46,7 +46,7 @@ def time_calls(
 
     A kernel that is shorter than its launch counts as long as the launch. Left out are calls that cannot run by
     themselves (operators of other libraries, collectives, operators that refuse made-up values), that do not fit into
-    half of the free memory, or that would begin after `limit_seconds`. Random states stay as they were."""
+    half of the free memory, or that would begin after `limit_seconds`. Random states are restored."""
     # In a thread of its own, where the caller's modes and autocast are not active: see `memopt.device.workspace`.
     with ThreadPoolExecutor(1, "memopt-time") as worker:
         return worker.submit(_time_all, calls, device, limit_seconds, torch.get_num_threads()).result()
@@ -106,7 +106,7 @@ def _alone(run: Callable[[], object]) -> float:
     Runs one right after the other would find their inputs in the nearest cache, as no operator of a step does. About
     half of a step's results, those saved for the backward, are written to pages fresh from the system, since most of a
     step's memory goes back to it at the end; the others are written where memory has just been freed. Half of the runs
-    are timed with each, and the mean of both medians is returned.
+    are timed with each kind of memory, and the mean of both medians is returned.
     """
     other = torch.ones(_OTHER_BYTES // 4)
     # A single thread's own time does not count other work on the machine.

@@ -60,7 +60,7 @@ def storage_bytes(value: torch.Tensor) -> int:
 _ELEMENTWISE = frozenset({"_to_copy", "embedding", "full", "gather", "index", "index_select", "scalar_tensor"})
 _ELEMENTWISE_PRIMS = frozenset({"convert_element_type", "fma", "inductor_lookup_seed", "inductor_random", "iota"})
 _REDUCTIONS = frozenset({"all", "amax", "amin", "any", "argmax", "argmin", "mean", "prod", "sum", "var", "var_mean"})
-# Prims with a kernel of their own, whose implementation for eager mode alone holds temporaries.
+# Prims that inductor has kernels for; only their implementations for eager mode hold temporaries.
 _KERNELS_OF_PRIMS = frozenset(
     {"_low_memory_max_pool_offsets_to_indices", "_low_memory_max_pool_with_offsets", "prepare_softmax_online"}
 )

@@ -1,7 +1,7 @@
 """Seconds of an ATen node by the roofline model (Williams et al. 2009): the longest of arithmetic, memory traffic and
 launch.
 
-Only the fake tensors in `node.meta["val"]` are read; nothing runs. Sizes that depend on data are at their bound.
+Only the fake tensors in `node.meta["val"]` are read; nothing runs. Data-dependent sizes count as their upper bounds.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ _READ_NOTHING = {
     for kind in (f"{make}_like", f"new_{make}")
 }
 
-
 MEASURED_TIMES = 0.55, 1.63
-"""The smallest and the largest ratio of a step's measured time to its time by this model: of twelve steps on a CPU, by
-its guessed rates, and of one on an H100, by its data sheet (1.08). Source:
-benchmarks/results, step_time and first_day_h100."""
+"""The smallest and the largest ratio of a step's measured time to its time by this model, of twelve steps on a CPU by
+its guessed rates and one on an H100 by its data sheet (1.08): benchmarks/results, step_time and first_day_h100."""
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
 _MISALIGNED = 5.0
 
 
 def _turned_bytes(node: fx.Node) -> int:
-    """Bytes read and written to copy operands of an 8-bit product that do not lie as its kernel takes them: the first
-    by rows, the second by columns."""
+    """Bytes read and written to copy operands of an 8-bit product whose layout is not the one that its kernel needs:
+    the first by rows, the second by columns."""
     a, b, (turn_a, turn_b) = node.args[0], node.args[2], node.args[5:7]
     copied = [operand for operand, copies in ((a, turn_a), (b, not turn_b)) if copies]
     return 2 * sum(_touched_bytes(operand.meta["val"]) for operand in copied if isinstance(operand, fx.Node))
@@ -83,8 +81,8 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
 
 
 def _misaligned(node: fx.Node) -> float:
-    """The factor by which a matmul takes longer on a card if rows of its 16-bit matrices take no multiple of 16 bytes:
-    cuBLAS takes kernels of older cards then. 1 for any other node. Factors of 3.2 to 7 were measured for 50,257 columns
+    """The factor by which a matmul takes longer on a card if the rows of a 16-bit matrix are no multiple of 16 bytes:
+    cuBLAS then uses kernels of older cards. 1 for any other node. Factors of 3.2 to 7 were measured for 50,257 columns
     on an H100 (`passes.ops.chunked_linear`)."""
     if _name(node) not in _PRODUCTS:
         return 1.0

@@ -226,7 +226,7 @@ def _is_cheap(call: OpCall) -> bool:
     if call.op.namespace not in _CHECKING and any(spec.dtype in _INDICES for spec in call.inputs):
         return False
     if takes_unknown_bytes(call.op) and any(spec.bytes == 0 for spec in call.inputs):
-        return False  # a fake forward's
+        return False  # its kernel would read beyond a buffer that a fake forward returned
     if sum(spec.bytes for spec in (*set(call.inputs), *call.outputs)) > MAX_RUN_BYTES:
         return False
     formula = flop_formula(call.op)

@@ -153,7 +153,8 @@ def _vector(dims: list[_Dimension], kept: int, width: int) -> int:
 
 
 def _thread_block(along: int, across: int, most: int) -> tuple[int, int]:
-    """The numbers of columns and rows of a thread block of at most `most` threads."""
+    """The columns and rows of a block of at most `most` threads, for sizes `along` and `across` the fastest
+    dimension."""
     width, height = (min(most, 1 << (max(1, size).bit_length() - 1)) for size in (along, across))
     columns = min(width, _WARP)
     rows = min(height, most // columns)
@@ -162,8 +163,8 @@ def _thread_block(along: int, across: int, most: int) -> tuple[int, int]:
 
 def _accumulated(call: OpCall, element: int) -> int:
     """Bytes of the tensor in which the results of the parts of an input are added up if it is too large for 32-bit
-    offsets; `element` is the bytes of an accumulator. 0 where the result itself can hold them, as it cannot in 16 bits
-    or where accumulators are no numbers."""
+    offsets; `element` is the bytes of an accumulator. 0 where the result itself can hold them; it cannot in 16 bits, or
+    where an accumulator is more than one number."""
     given, made = call.inputs[0], call.outputs[0]
     narrow = given.dtype == made.dtype and made.dtype.itemsize < 4
     apart = narrow or schema_of(call.op).name.split("::")[-1] in _ACCUMULATORS

@@ -96,8 +96,8 @@ def wide_index(call: OpCall) -> int:
 
 
 def by_counts(call: OpCall) -> int:
-    """Workspace bytes of a reduction by an index: for a mean, the number of values in each sum, the ones that are
-    summed for it, and a mask of the sums without any; `index_reduce` starts from a copy in any case."""
+    """Workspace bytes of a reduction by an index: for a mean, the count of values in each sum, the tensor of ones that
+    is summed to count them, and a mask of the empty sums; `index_reduce` starts from a copy in any case."""
     counts = call.argument(4, "reduce") == "mean" or rule_name(call) == "index_reduce"
     return wide_index(call) + copies(call) + (all_bytes(call) + call.outputs[0].numel + SCALARS if counts else 0)
 
@@ -145,8 +145,8 @@ def class_vectors(call: OpCall) -> int:
 
 
 def fp8_scales(call: OpCall) -> int:
-    """Workspace bytes of the scales of an 8-bit tensor and of the values that they are computed from. A scale is for
-    all elements, for 128 of them, or for 32 of them; then it is rounded to a power of two in several steps."""
+    """Workspace bytes of the scales of an 8-bit tensor and of the values that they are computed from. There is one
+    scale for all elements, for each 128 or for each 32; the last are rounded to powers of two in several steps."""
     rounded = any(spec.dtype == E8M0 for spec in (*call.inputs, *call.outputs))
     return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 
@@ -175,7 +175,7 @@ COMMON: dict[str, Rule] = {
         lambda call: chunked_loss(call) + class_vectors(call),
     ),
     "fp8_delayed_scale": lambda call: 4 * KB,
-    **for_each("copy_out copy_back", nothing),  # of passes.ops.offload_ops: the stretch of memory as it lies
+    **for_each("copy_out copy_back", nothing),  # of passes.ops.offload_ops: bytes are copied unchanged
     **for_each(
         "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "

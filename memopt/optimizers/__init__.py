@@ -1,4 +1,4 @@
-"""Optimizers around others, which hold parameters, gradients or state in less memory, and the price of their steps."""
+"""Wrappers of optimizers that hold parameters, gradients or state in less memory, and the price of their steps."""
 
 from memopt.optimizers.bf16_parameters import BF16ParametersOptimizer, kept_wide, use_bf16_parameters
 from memopt.optimizers.optimizer_in_backward import (

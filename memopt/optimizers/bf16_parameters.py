@@ -78,8 +78,8 @@ class BF16ParametersOptimizer(Parameterwise):
             the same.
 
     Raises:
-        TypeError: where `inner` is no optimizer.
-        ValueError: where it needs a closure, or takes sparse gradients only.
+        TypeError: where `inner` is not an optimizer.
+        ValueError: where `inner` needs a closure, or takes sparse gradients only.
     """
 
     title: ClassVar[str] = "bf16_parameters"
@@ -88,7 +88,7 @@ class BF16ParametersOptimizer(Parameterwise):
     def __init__(self, inner: optim.Optimizer, seed: int = 0) -> None:
         super().__init__(inner)
         self.generators = _Generators(seed)
-        for parameter, state in self.state.items():  # Adagrad's constructor makes it, in the parameter's dtype
+        for parameter, state in self.state.items():  # made by Adagrad's constructor, in the parameter's dtype
             for key, value in state.items():
                 if is_per_element(value, parameter) and value.is_floating_point() and _is_narrow(parameter):
                     state[key] = value.float()

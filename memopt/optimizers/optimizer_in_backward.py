@@ -81,7 +81,7 @@ class OptimizerInBackward(Parameterwise):
             raise ValueError(
                 "a parameter got a second gradient before optimizer.step(): with the optimizer in the backward, it has "
                 "been stepped by the first one, and gradients cannot be accumulated. Call step() after each backward; "
-                "where the loss also reads parameters outside of the model's call, move that into the model's forward; "
+                "where the loss also reads parameters outside of the model's call, read them in the model's forward; "
                 "or leave 'optimizer_in_backward' out of allow"
             )
         self._stepped.add(id(parameter))
@@ -123,16 +123,18 @@ def refuse_what_needs_all_gradients(
     an enabled `scaler`, or an `accumulate` other than 1."""
     if max_grad_norm is not None:
         raise ValueError(
-            f"max_grad_norm={max_grad_norm} needs the norm of all gradients before any is used, and with "
-            "optimizer_in_backward each is used and freed at once; give max_grad_norm=None, or take it out of allow"
+            f"max_grad_norm={max_grad_norm} needs the norm of all gradients before any is used, and with the optimizer "
+            "in the backward each is used and freed at once; give max_grad_norm=None, or leave 'optimizer_in_backward' "
+            "out of allow"
         )
     if scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled()):
         raise ValueError(
-            "a GradScaler skips a step if any gradient is not finite, and with optimizer_in_backward the first are "
-            "used before that is known; train in bfloat16 without a scaler, or leave this lever out"
+            "a GradScaler skips a step if any gradient is not finite, and with the optimizer in the backward the first "
+            "are used before that is known; train in bfloat16 without a scaler, or leave 'optimizer_in_backward' out "
+            "of allow"
         )
     if accumulate != 1:
         raise ValueError(
-            f"accumulate={accumulate} sums gradients over backwards, and with optimizer_in_backward each is used and "
-            "freed at once; give accumulate=1, or leave this lever out"
+            f"accumulate={accumulate} sums gradients over backwards, and with the optimizer in the backward each is "
+            "used and freed at once; give accumulate=1, or leave 'optimizer_in_backward' out of allow"
         )

@@ -204,7 +204,7 @@ def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
         if any(member is parameter for member in group["params"]):
             return number
     raise ValueError(
-        f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer that was given; build it from "
+        f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer that was given; build that from "
         "the parameters of this model"
     )
 
@@ -246,7 +246,7 @@ def _tried(
 
 
 class _Traffic(EagerBytes):  # type: ignore[no-untyped-call]
-    """Notes the bytes that each kernel reads and writes, but for kernels that write a single number."""
+    """Lists the bytes that each kernel reads and writes; kernels that write a single number are left out."""
 
     def __init__(self) -> None:
         super().__init__(CUDA.type, HOST.type)  # no kernel of the CPU is run to find its workspace

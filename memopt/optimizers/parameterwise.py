@@ -1,4 +1,4 @@
-"""An optimizer around another, which shares its groups and state and has it step one piece of a parameter at a time."""
+"""A wrapper that shares an optimizer's groups and state, and makes it step one piece of a parameter at a time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Parameterwise(optim.Optimizer):
         inner = self.inner if isinstance(self.inner, Parameterwise) else None
         if title != wanted and not (self.keeps_form and inner is not None):
             had = f"an optimizer with the lever {title!r}" if title else "a plain optimizer"
-            mend = "build the optimizer as it was then" if title else "load it before memopt.wrap_optimizer"
+            mend = "wrap the optimizer with the same levers" if title else "load it before memopt.wrap_optimizer"
             raise ValueError(f"the state was saved by {had}, and this optimizer has the lever {self.title!r}; {mend}")
         if inner is not None:
             inner.load_extra_state(saved if self.keeps_form or saved is None else saved["inner"])
@@ -175,7 +175,7 @@ class Parameterwise(optim.Optimizer):
             elif span is not None:
                 given[key] = value[span.start : span.stop]
             else:
-                # Of another shape, like the step number, which every piece increases: all but the last a copy.
+                # Of another shape, like the step number, which every piece increases: all but the last get a copy.
                 given[key] = value.clone() if isinstance(value, torch.Tensor) and not piece.last else value
         return given
 
@@ -241,7 +241,7 @@ def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def check_inner(inner: Any, title: str) -> None:
-    """Raise `TypeError` where `inner` is no optimizer, and `ValueError` where it cannot be stepped parameter by
+    """Raise `TypeError` where `inner` is not an optimizer, and `ValueError` where it cannot be stepped parameter by
     parameter: it needs a closure, or takes sparse gradients only. `title` is the wrapper's name in the message."""
     if not isinstance(inner, optim.Optimizer):
         raise TypeError(f"{title} wraps a torch.optim.Optimizer, not {inner!r}")
@@ -262,7 +262,7 @@ def refuse_closure(closure: Any, title: str) -> None:
 
 
 def _share_groups(optimizer: Parameterwise) -> None:
-    """Give all inner optimizers the groups of this one."""
+    """Give the groups of `optimizer` to all optimizers inside it."""
     inner = optimizer.inner
     inner.param_groups = optimizer.param_groups
     if isinstance(inner, Parameterwise):

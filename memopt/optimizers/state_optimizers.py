@@ -58,7 +58,8 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> to
 def _blocks(
     values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views of shape (blocks, values of a block): the whole blocks, and the rest where there is one."""
+    """Views of `values` and `codes` of shape (blocks, values of a block), and of their `scales`: first for all whole
+    blocks, then for the rest, if there is one."""
     whole = values.numel() // BLOCK * BLOCK
     found = []
     if whole:
@@ -103,8 +104,8 @@ class LowBitOptimizer(Parameterwise):
     "exp_avg_scales" take the place of "exp_avg", and likewise for the other moments.
 
     Raises:
-        TypeError: where `inner` is no optimizer.
-        ValueError: where it is neither one of these two nor a `BF16ParametersOptimizer` around one of them.
+        TypeError: where `inner` is not an optimizer.
+        ValueError: where `inner` is neither Adam nor AdamW, nor a `BF16ParametersOptimizer` around one of them.
     """
 
     title: ClassVar[str] = "low_bit_optimizer"
@@ -166,20 +167,20 @@ def check_adam(optimizer: Any) -> None:
     if isinstance(optimizer, optim.Optimizer) and type(optimizer) not in (optim.Adam, optim.AdamW):
         raise ValueError(
             "low_bit_optimizer keeps the moments of torch.optim's Adam and AdamW in 8 bits, not the state of "
-            f"{type(optimizer).__name__}; use one of these, or leave this lever out"
+            f"{type(optimizer).__name__}; use one of these, or leave 'low_bit_optimizer' out of allow"
         )
 
 
 class OffloadedOptimizer(Parameterwise):
     """Keeps `inner`'s state in the host's memory, and steps one piece of a parameter at a time, whose state is copied
-    to the device and back. The numbers are those of `inner` stepping parameters one by one.
+    to the device and back. The results are those of `inner` stepping parameters one by one.
 
     The state of parameters that are on the host themselves is copied too, without benefit. Copies do not overlap with
     compute. `state_dict` is that of `inner`; a state dict of a plain optimizer can be loaded, and goes to the host.
 
     Raises:
-        TypeError: where `inner` is no optimizer.
-        ValueError: where it needs a closure, or takes sparse gradients only.
+        TypeError: where `inner` is not an optimizer.
+        ValueError: where `inner` needs a closure, or takes sparse gradients only.
     """
 
     title: ClassVar[str] = "offload_optimizer"

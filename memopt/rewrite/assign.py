@@ -30,7 +30,7 @@ FP32_OURS = frozenset(
         "std_mean", "norm", "nansum",
     }
 )  # fmt: skip
-"""Composite operators that call a listed one, and sums that are on no list."""
+"""Operators in fp32 that are on no list of autocast's: composites that call a listed one, and sums."""
 
 KERNELS_SUM_IN_FP32 = frozenset(
     {"layer_norm", "native_layer_norm", "rms_norm", "group_norm", "native_group_norm", "batch_norm"}
@@ -38,7 +38,6 @@ KERNELS_SUM_IN_FP32 = frozenset(
     | {f"{kind}{dims}d" for kind in ("avg_pool", "adaptive_avg_pool", "upsample_nearest") for dims in (1, 2, 3)}
 )
 """Operators whose kernels take 16 bits, compute in fp32 and round once, also where autocast lists them for fp32."""
-
 
 SATURATING = frozenset({"sigmoid", "tanh"})
 """Operators whose results lie close to a limit that 16 bits would round them to: a probability of 0.999 to 1, so that a

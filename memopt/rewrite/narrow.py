@@ -150,7 +150,7 @@ def tolerated(
 FP8_ACTIVATIONS = "fp8_activations"
 _SHORT = {E4M3: "e4m3", E5M2: "e5m2"}
 # They read factors of products, or arguments of derivatives that are smooth or a sign: a relative error of 2^-4 there
-# is a random one of single elements of gradients. Sums of squares, and functions that saturate, are not here.
+# becomes a random one in single elements of gradients. Sums of squares, and functions that saturate, are not here.
 _TOLERATE_8_BITS = frozenset({"gelu_backward", "mul", "silu_backward", "threshold_backward"})
 
 
@@ -183,7 +183,7 @@ class DecideFp8:
     def __call__(self, graph: OperatorGraph) -> Decision:
         if autocast_is_on():
             return Decision(
-                Pipeline((), label=self.lever), notes=(f"{self.lever}: torch.autocast is on: dtypes are left to it",)
+                Pipeline((), label=self.lever), notes=(f"{self.lever}: torch.autocast is on and decides the dtypes",)
             )
         chosen: dict[str, str] = {}
         left: dict[str, None] = {}
@@ -202,7 +202,7 @@ class DecideFp8:
             return Decision(Pipeline((), label=self.lever), notes=notes)
         by = self._scaling
         passes = Fp8Linears(frozenset(chosen), self.scaling, self.histories), EliminateDeadCode()
-        units = "" if self._quick else f"; {self.card.name} has no 8-bit units for it and multiplies wider copies"
+        units = "" if self._quick else f"; {self.card.name} has no 8-bit units for this, and multiplies wider copies"
         done = (
             f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in {_SHORT[by.gradients]}, "
             f"{self.scaling} scaling{units}"
@@ -234,7 +234,7 @@ class DecideFp8:
     def _compared(self, layers: list[FoundLinear]) -> tuple[bool, str]:
         """Returns whether layers that read one value are slower in 8 bits, and a text with their times."""
         if not self._quick:
-            return False, "what it saves is half as large"
+            return False, "it saves half as many bytes"
         wide = sum(_seconds(layer, "bfloat16", self.card) for layer in layers)
         rate = scaled_rate(self._scaling.values)
         narrow = sum(_seconds(layer, rate, self.card) for layer in layers)
@@ -257,8 +257,8 @@ def _seconds(layer: FoundLinear, rate: str, card: Hardware) -> float:
 def _quantizing(layers: list[FoundLinear], by: Fp8Scaling, card: Hardware) -> float:
     """Returns the seconds of quantising the operands of layers that read one value.
 
-    The input is quantised once for all, weights and gradients for each layer; every time 16 bits are read twice and 8
-    written. By tiles it is done along each summed dimension. Three operands are transposed for the kernels.
+    The input is quantised once for all, weights and gradients for each layer: read twice in 16 bits and written in 8,
+    with tiles for each summed dimension. Three operands are transposed for the kernels.
     """
     if not layers:
         return 0.0
@@ -293,9 +293,9 @@ def _is_embedding(layer: fx.Node) -> bool:
 
 
 def note_activations(graph: OperatorGraph) -> Decision:
-    """A decision about the operator graph without passes, with a note for the plan: what activations save is saved in 8
-    bits (by `quantizing`, in the joint graph)."""
-    note = f"{FP8_ACTIVATIONS}: what activations and products save for the backward is saved in 8 bits"
+    """A decision about the operator graph without passes, with a note for the plan that operands are saved in 8 bits;
+    the passes that do so, for the joint graph, are those of `quantizing`."""
+    note = f"{FP8_ACTIVATIONS}: activations and products save their operands for the backward in 8 bits"
     return Decision(Pipeline((), label=FP8_ACTIVATIONS), notes=(note,))
 
 

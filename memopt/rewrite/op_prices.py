@@ -110,7 +110,7 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _functional(op: OpOverload) -> Callable[..., Any]:
-    """Returns the operator without its in-place effect."""
+    """Returns the out-of-place version of an in-place operator; other operators unchanged."""
     space, _, name = schema_of(op).name.partition("::")
     packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
     return getattr(packet, overload_name(op), op) if packet is not None else op

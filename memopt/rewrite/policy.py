@@ -1,4 +1,4 @@
-"""What the user asks of precision, and the decision that is made of it.
+"""The option `precision`, and the plan of dtypes that is made from it.
 
 A policy stands for a dtype on a device, which need not be present; rules set the dtypes of operators, modules or nodes.
 The plan has a dtype and a reason for each operator.
@@ -178,7 +178,7 @@ def searches(policy: Policy) -> bool:
 
 def low_dtype(policy: Policy, hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
     """Returns the dtype that a policy, or the "default" of a user's rules, means on a device. Raises ValueError for
-    fp16 where the device does not compute in it."""
+    fp16 where `hardware` has no rate for it."""
     name = policy if isinstance(policy, str) else policy.get(DEFAULT, "auto")
     if name == "auto":
         return best_dtype(hardware, cpu_has_bf16=cpu_has_bf16)

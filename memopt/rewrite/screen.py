@@ -27,7 +27,7 @@ UNIT = 2.0**-11
 LOST_SHARE = 0.01
 """The largest share of nonzero values that an operator in fp16 may lose."""
 _BLOCK_ON_HOST, _BLOCK = 2**15, 2**22
-# Where the mask is among the arguments of scaled_dot_product_attention.
+# The position of the mask among the arguments of scaled_dot_product_attention.
 _MASK = 3
 
 KeptOut: TypeAlias = tuple[tuple[str, str], ...]

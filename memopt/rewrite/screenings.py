@@ -27,7 +27,7 @@ from memopt.units import size
 from passes import format_graph
 from passes.graphs.graph_text import format_node
 
-NO_VALUES = "it was planned without values"
+NO_VALUES = "the model was planned without values"
 WITHIN = "all values are within range"
 
 
@@ -165,7 +165,7 @@ def held_bytes(module: fx.GraphModule) -> int:
 
     Found on fake tensors. Raises `_NotRun` where sizes depend on data."""
     if any(True for _ in new_symbols(module.graph)):
-        raise _NotRun("sizes depend on data, so that what the forward would hold is not known")
+        raise _NotRun("sizes depend on data, so that the bytes which the forward would hold are not known")
     fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
     if not tensors:

@@ -122,8 +122,8 @@ def _search(terms: GraphTerms, given: Flags, before: Amounts, most_error: float)
 
 
 def _reason(saves: Amounts, low: torch.dtype, is_low: bool) -> str:
-    """Returns the reason for a label: `cut: saves 12 MB and 0.03 ms`. `saves` is what its value saves beside the other
-    one."""
+    """Returns the reason for a label: `cut: saves 12 MB and 0.03 ms`. `saves` is what this value of the label saves
+    compared with the other one."""
     if is_low:
         return f"cut: saves {_gains(saves)}"
     gains, losses = _texts(Amounts(-saves.seconds, -saves.nbytes))

@@ -33,7 +33,7 @@ from memopt.lru import LruCache
 from passes import Pass, Pipeline
 
 _MOST_TRACES = 256
-"""The number of joint graphs that are kept."""
+"""The number of pairs of a region and a backend whose joint graphs are kept."""
 
 
 def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
@@ -54,7 +54,7 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
         Pipeline((decisions[-1].pipeline,), observer=add_stage)(stages[-1])
     if needed and all(decision.pipeline.label != needed for decision in decisions):
         raise ValueError(
-            f"the lever {needed!r} has no pipeline of that label, by which it is known whether it changed anything; "
+            f"the lever {needed!r} has no pipeline of that label, by which memopt finds whether it changed anything; "
             f"have its decider return Decision(Pipeline(passes, label={needed!r}))"
         )
     notes = (note for decision in decisions for note in decision.notes)
@@ -93,7 +93,7 @@ def trace_call(
     traced = {number: traces.of(region, regional, backend) for number, region in regions.items()}
     joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
     if not joints:
-        raise CaptureError("the result of the call depends on no trainable parameter")
+        raise CaptureError("the result of the call depends on no trainable parameter; make some require gradients")
     if not captured.whole:
         _check_needed(joints, rewriting.needed)
     return joints
@@ -183,7 +183,7 @@ def _fails_under_autocast(region: RecordedRegion, dtype: torch.dtype) -> str:
 
 
 def _failure(region: RecordedRegion, autocast: torch.dtype | None) -> str:
-    """The error of a region's code on fakes; empty where it has none."""
+    """The error of a region's code on fake tensors, under `autocast` if that is not None; empty where it has none."""
     with region.tracing(), autocast_to(autocast, region):
         mode, fakes = fresh_fakes(region.inputs)
         try:

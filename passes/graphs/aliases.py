@@ -103,7 +103,7 @@ class Aliases:
     """Per node: the number of the block of each tensor that it returns; by `find_cautious_aliases`, of all blocks that
     these may lie in."""
     views: set[Node] = field(default_factory=set)
-    """The nodes that make no memory, since they return what lies in another node's."""
+    """The nodes that make no memory, since their results lie in that of another node."""
     written_over: set[int] = field(default_factory=set)
     """The blocks in which a call writes its result over an operand (see `find_aliases`)."""
 

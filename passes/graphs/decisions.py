@@ -40,7 +40,7 @@ _ROUNDINGS = frozenset(
 )  # fmt: skip
 # Their integers do not depend on the values that they read: seeds of dropout, its masks, and memory for their backward.
 _OWN_STATE = ("attention", "dropout", "batch_norm", "rnn", "lstm", "gru")
-# Where they fall apart into comparisons and signs, these are continuous at the thresholds.
+# Decomposed into comparisons and signs, these are continuous at the thresholds.
 _CONTINUOUS = frozenset(
     {
         "celu", "clamp", "elu", "fmax", "fmin", "hardsigmoid", "hardswish", "hardtanh", "huber_loss", "leaky_relu",
@@ -209,7 +209,7 @@ def _maker(node: Node) -> Node:
 
 
 def _decides(node: Node) -> bool:
-    """Returns whether a call's result is a decision by the values that it reads."""
+    """Returns whether a call makes a discrete choice (an index, a mask, a rounding) by the values that it reads."""
     if _is_marked(node) or _name(node) in _ROUNDINGS or "fake_quantize" in _name(node):
         return True
     if _name(node) == "div" and arguments_of(node).get("rounding_mode") is not None:

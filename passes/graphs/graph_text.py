@@ -206,8 +206,8 @@ def _longest_common_order(old: list[str], new: list[str]) -> set[str]:
 def _steps(
     old: dict[str, str], new: dict[str, str], in_place: set[str], notes: Mapping[str, str], *, order: bool
 ) -> Iterator[tuple[str, str]]:
-    """Signed lines: blank, `-` or `+`; a changed node's old and new line stand together. Without `order`, nodes that
-    moved stand where they are in the later graph only."""
+    """Yields the lines of a diff, each after its sign: blank, `-` or `+`. The old and new line of a changed node stand
+    together. Without `order`, nodes that moved stand where they are in the later graph only."""
     moved = set() if order else {name for name in new if name in old and name not in in_place}
     remaining = iter([(name, line) for name, line in old.items() if name not in moved])
     for name, line in new.items():

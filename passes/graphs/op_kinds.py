@@ -25,8 +25,8 @@ def _data(value: Tensor) -> Tensor:
 DATA: Any = torch.ops.memopt.data.default
 """The attribute `data` of a tensor as an operator, so that a trace has a node for it.
 
-Unlike `detach`, the attribute has a version counter of its own: what is written through it is not an error in the
-backward of an operator that saved the tensor, which then computes with what was written."""
+Unlike `detach`, the attribute has a version counter of its own: a write through it raises no error in the backward of
+an operator that saved the tensor, which then computes with the written values."""
 
 _CASTS = frozenset({"to", "_to_copy", "_autocast_to_reduced_precision", "_autocast_to_full_precision"})
 
@@ -47,10 +47,10 @@ _COPIES = frozenset(
     }
 )  # fmt: skip
 
-# Their result is one of their elements, or zero: exact in any dtype.
 PICKS = frozenset({"embedding", "gather", "index", "index_select", "take", "take_along_dim"})
 """Calls that pick elements by number, one of them perhaps many times, so that its gradient is a sum."""
 
+# Their results are elements of their input, zeros or positions: exact in any dtype.
 _SELECTS = frozenset(
     {
         "adaptive_max_pool1d", "adaptive_max_pool2d", "amax", "amin", "argmax", "argmin", "argsort", "max",
@@ -191,7 +191,7 @@ class InplaceVariant:
 
     target: Any
     out: str = ""
-    """The name of the argument that takes the operand; empty where the operator writes over its first."""
+    """The name of the argument that takes the operand; empty where the operator writes over its first argument."""
 
 
 _OVER_FIRST: Mapping[Any, Any] = {

@@ -28,7 +28,7 @@ from passes.graphs.op_kinds import out_of_place
 
 _MISSING = object()
 _OUT_ARGUMENTS = ("out", "grad_input")
-"""The arguments that take the memory of a result."""
+"""The names of arguments that a result is written to."""
 
 
 class VerifyError(ValueError):

@@ -43,7 +43,7 @@ class _Tile:
 LONGEST = 128
 """The longest side of any tile."""
 WHOLE = ""
-"""A whole tensor with one scale."""
+"""The tile that is the whole tensor, with one scale."""
 TILES = {
     "1x128": _Tile(1, 128),
     "128x1": _Tile(128, 1),
@@ -51,7 +51,7 @@ TILES = {
     "1x32": _Tile(1, 32, E8M0),
     "32x1": _Tile(32, 1, E8M0),
 }
-"""By name, which is rows by columns."""
+"""The tiles by name, which is rows "x" columns."""
 
 
 def turned(tile: str) -> str:
@@ -119,7 +119,7 @@ def dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _by_parts(
     function: Callable[..., Tensor], x: Tensor, scale: Tensor, tile: str, dtype: torch.dtype, *options: Any
 ) -> Tensor:
-    """Returns an elementwise function of a matrix and its scales, contiguous."""
+    """Returns `function` of a matrix and its scales, contiguous. It is elementwise, and runs on some rows at a time."""
     kernel, parts = _kernel(function, x.device.type), list(_parts(x, tile))
     if len(parts) == 1:
         return kernel(x, scale, tile, dtype, *options).contiguous()
@@ -171,7 +171,7 @@ def _spread(scale: Tensor, tile: str, like: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel(function: Callable[..., Tensor], device_type: str) -> Callable[..., Tensor]:
-    """Returns the function as one generated kernel on CUDA, where separate operators take longer than 8 bits save."""
+    """Returns the function, on CUDA as one compiled kernel: separate operators would take longer than 8 bits save."""
     if device_type != "cuda":
         return function
     compiled: Any = torch.compile(function, dynamic=True)
@@ -191,7 +191,7 @@ def _parts(x: Tensor, tile: str) -> Iterator[tuple[slice, slice]]:
 
 
 LENGTH = 16
-"""Evaluations whose magnitudes are remembered."""
+"""How many of a tensor's latest magnitudes are stored."""
 _numbers = itertools.count()
 
 
@@ -210,8 +210,8 @@ class Histories:
         """Returns the scale of `x` for an 8-bit dtype, a scalar in fp32, from the largest of the magnitudes stored
         under `name`, and stores the largest magnitude of `x` with them.
 
-        Where nothing is stored under that name yet, it is the scale for `x` itself. Where `x` is not finite, the scale
-        is NaN and nothing is stored."""
+        Where nothing is stored under that name yet, it is the scale for `x` itself. Where `x` is not finite, neither is
+        the scale, and nothing is stored."""
         now = amax(x)
         finite = now.isfinite()
         known = self._magnitudes.get(name)

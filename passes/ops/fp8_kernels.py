@@ -1,9 +1,8 @@
 """8-bit matrix products on the units of a CUDA card: by torch, or by torchao where `MEMOPT_FP8=torchao` asks for it.
 
-Each takes what `Operand` describes, [m, k] and [k, n], and wants it laid out in its own way. A kernel is used on a
-card once it has computed a test product there that equals one of wider copies. There is no other way to find out which
-versions of CUDA, cuBLAS and Triton have which kernel on which card, and in which layout of scales; a wrong layout gives
-wrong gradients in silence.
+Each kernel takes two `Operand`s, [m, k] and [k, n], in a layout of its own. It is used on a card once it has computed a
+test product there that equals one of wider copies. There is no other way to find out which versions of CUDA, cuBLAS and
+Triton have which kernel on which card, and in which layout of scales; a wrong layout silently gives wrong gradients.
 """
 
 from __future__ import annotations

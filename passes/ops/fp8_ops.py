@@ -31,8 +31,8 @@ from passes.ops.fp8_kernels import scaled_matmul
 
 @dataclass(frozen=True)
 class Fp8Scaling:
-    """How finely an 8-bit linear layer scales its operands: the tile, rows by columns of a block with one scale of its
-    own, of values and of weights, and the 8-bit format of gradients.
+    """How finely an 8-bit linear layer scales its operands: the tile (rows by columns of a block with its own scale) of
+    values and of weights, and the 8-bit format of gradients.
 
     Both operands of a product are quantised by tiles along the dimension that it sums over, so that a matrix which is
     read by rows and by columns is quantised twice."""

@@ -40,8 +40,8 @@ LINEAR_ROWS: Any = torch.ops.memopt.linear_rows.default
 """The results of a program, each [rows, ...].
 
 `hidden` has for each layer its input, [rows, width], and `weight` its weight, [classes, width], which is used in the
-dtype of its input. `bias` has the biases, [classes], of the layers that `biased` numbers. `rows` are values with
-something for each row, [rows, ...], and `whole` those that are the same for all. `chunk` is the number of rows in a
+dtype of its input. `bias` has the biases, [classes], of the layers whose numbers are in `biased`. `rows` are values
+with an entry for each row, [rows, ...], `whole` those that are the same for all. `chunk` is the number of rows in a
 chunk; 0: half of `chunk_rows`."""
 _BACKWARD: Any = torch.ops.memopt.linear_rows_backward.default
 

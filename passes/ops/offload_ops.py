@@ -2,7 +2,7 @@
 
 Copies run on streams of their own, one for each direction, beside compute. Compute waits for a copy out before it gives
 the value's memory back, and for a copy back before it reads it, so that memory is free exactly when the graph lets go
-of it. On the CPU copies are done at once. What is copied is the value's stretch of memory as it lies, bit by bit.
+of it. On the CPU copies are done at once. A value's bytes are copied unchanged, from its first element to its last.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Block:
         """The compute stream that reads `arriving`."""
 
     def abandon_copy(self) -> None:
-        """Has the compute stream wait for a copy back that no `await_back` waited for, and forgets it."""
+        """Makes the compute stream wait for a copy back that no `await_back` waited for, and forgets it."""
         if self.arriving is not None and self.home is not None:
             self.home.wait_event(self.done)
         self.arriving = self.home = None
@@ -255,7 +255,7 @@ def _operator(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Te
 COPY_OUT: Any = _operator("copy_out(Tensor value) -> Tensor", _copy_out, _fake_copy_out)
 """Starts to copy a value to the host's memory; the result lies there and is laid out as the value is."""
 AWAIT_OUT: Any = _operator("await_out(Tensor(a) host, Tensor value) -> Tensor(a)", _await_out, _fake_await)
-"""Compute waits until the copy out is done: the value may die behind this call. Returns `host`."""
+"""Compute waits until the copy out is done; the value may be freed after this call. Returns `host`."""
 COPY_BACK: Any = _operator("copy_back(Tensor host, Device device) -> Tensor", _copy_back, _fake_copy_back)
 """Starts to copy a value back into new memory, which nothing may read yet."""
 AWAIT_BACK: Any = _operator("await_back(Tensor(a) value, Tensor host) -> Tensor(a)", _await_back, _fake_await)

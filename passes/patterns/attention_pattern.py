@@ -1,4 +1,4 @@
-"""Finds attention that is written out, softmax(Q Kᵀ · scale + mask) V, and says why what looks like it is not."""
+"""Finds written-out attention, softmax(Q Kᵀ · scale + mask) V, and says why similar calls are none."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -110,7 +110,7 @@ def _number(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class AttentionMatch:
-    """Attention that is written out, with the steps from Q Kᵀ to the softmax (scale, masks), in order."""
+    """Written-out attention, with the steps from Q Kᵀ to the softmax (scale, masks), in order."""
 
     softmax: Node
     query: Node
@@ -180,7 +180,7 @@ def _passes_on(node: Node) -> bool:
 
 
 def _downwards(node: Node) -> Node:
-    """Returns the product with V. Raises `NoMatch` if anything else reads the probabilities, or some are dropped."""
+    """Returns the product with V. Raises `NoMatch` if anything else reads the probabilities, or dropout drops some."""
     while True:
         user = only_reader(node)
         if op_name(user) in PRODUCTS and user.args[0] is node:
@@ -216,7 +216,7 @@ def _check(match: AttentionMatch) -> None:
     adds = [step for step in match.steps if isinstance(step, Add)]
     for fill in fills:
         if fill.mask.meta["val"].dtype != torch.bool:
-            raise NoMatch("the attention mask is not of bools")
+            raise NoMatch("the attention mask is not of dtype bool")
         if fill.number > MASKS_BELOW:
             raise NoMatch(f"masked scores are set to {fill.number:g}, which still gives them weight in the softmax")
     if any(add.mask.meta["val"].dtype not in dtypes for add in adds):

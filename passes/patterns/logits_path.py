@@ -180,7 +180,7 @@ def moved(step: LogitsStep, source: Node, width: int) -> Node:
 
 
 def _indexed(indices: Any) -> int:
-    """Returns how many dimensions are indexed; a mask indexes as many as it has."""
+    """Returns how many dimensions are indexed; a mask indexes as many dimensions as it has."""
     masks = (torch.bool, torch.uint8)
     return sum(index.meta["val"].dim() if index.meta["val"].dtype in masks else 1 for index in indices)
 

@@ -82,8 +82,8 @@ class _Loop:
         return False
 
     def rolled(self, nodes: tuple[Node, ...]) -> Node | None:
-        """Returns a node that has for all rows what `nodes`, one of each turn of the loop, have for theirs: one that is
-        there, or a call that is added to the graph; None if no operator computes that."""
+        """Returns a node that computes for all rows what `nodes`, one call of each turn, compute for theirs: a node
+        that the graph has, or a call that is added to it. None if no operator computes that."""
         if nodes not in self.known:
             self.known[nodes] = self._source(nodes) or self._call(nodes)
         return self.known[nodes]

@@ -148,7 +148,7 @@ def match_loss(loss: Node) -> LossMatch:
 
 
 def _match_picked(loss: Node, picked: _Picked) -> LossMatch:
-    """Returns the match of a cross entropy that is written out. It ignores no target and fails for an invalid one."""
+    """Returns the match of a written-out cross entropy. It has no ignored target, and fails for an invalid one."""
     check_readers(picked, loss)
     value = picked.log_probabilities
     path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)

@@ -30,7 +30,7 @@ class RowOperand:
     """The calls that move its rows."""
     like: Node | None = None
     """The value of the region whose rows it has, and with whose dimensions it is aligned, before those calls; None for
-    one that is the same for all rows."""
+    an operand that is the same for all rows."""
     class_dim: int | None = None
     """The dimension of the classes, or of what the operand has in their place, in `like`; None if it has one element
     for each row."""
@@ -45,8 +45,8 @@ class RowResult:
     """The value with classes that it is computed from."""
     finish: str = ""
     """How the result is made from the program's: "" only reshapes it; "again" makes the node's own call on it, with a
-    class dimension of size 1; "sum" and "mean" reduce it over the rows; "targets" is the mean over those that
-    count."""
+    class dimension of size 1; "sum" and "mean" reduce it over the rows; "targets" is the mean over the targets that
+    are not ignored."""
 
 
 @dataclass

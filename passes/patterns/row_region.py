@@ -24,7 +24,7 @@ TOKEN_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_
 CLASS_LOSSES = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 """Losses that are computed for each class, and then reduced."""
 REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp"})
-"""Reductions over any dimensions, which may be done over one after the other."""
+"""Reductions that may be done over one dimension after the other."""
 SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
 
 
@@ -32,7 +32,7 @@ SAME = frozenset({"alias", "clone", "contiguous", "detach", "lift_fresh"})
 class RowRegion:
     """The calls of a graph from one or several linear layers to the numbers that are computed from each row of their
     logits: the values with a dimension of classes, and the results, a few numbers for each row. A row of logits is what
-    a layer computes from one row of its input, as of one token. It is filled while it is searched."""
+    a layer computes from one row of its input, as of one token. `row_region_of` fills it."""
 
     inside: dict[Node, int] = field(default_factory=dict)
     """The values with classes, and the dimension of these."""
@@ -114,7 +114,8 @@ def _layer(node: Node) -> Linear:
 
 
 def _with_classes(node: Node, class_dim: int) -> Any:
-    """Yields the inputs of a call that have classes where its result does, each with their dimension."""
+    """Yields the inputs of a call whose classes become those of its result, in dimension `class_dim`, each with the
+    dimension that they have there."""
     for source in node.all_input_nodes:
         value = source.meta.get("val")
         for dim in range(value.dim()) if isinstance(value, torch.Tensor) else ():

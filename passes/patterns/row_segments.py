@@ -1,8 +1,8 @@
-"""Finds segments of a graph whose operators treat rows apart, so that they can run on some rows after the others.
+"""Finds segments of a graph whose operators treat rows apart, so that they can run on a part of the rows at a time.
 
 A segment grows along the graph's order from one call, and from a dimension of one of its operands. It ends in front of
-a call that reads one of its values and mixes rows, such as attention, and where all that is left of it is one value
-that is no larger than what it began with, such as a residual stream.
+a call that reads one of its values and mixes rows, such as attention, and where later calls read only one of its
+values, which is no larger than its inputs, such as a residual stream.
 """
 
 import operator
@@ -35,11 +35,11 @@ class RowSegment:
     members: tuple[tuple[str, RowsPlace], ...]
     """The names of the calls, in order, with the place of the rows in the value of each."""
     inputs: tuple[tuple[str, RowsPlace], ...]
-    """The values from outside that have these rows."""
+    """The values from outside that have these rows, each with their place."""
     outputs: tuple[str, ...]
     """The members whose memory is read outside, perhaps by views that are members, too."""
     rows: Any
-    """Their number, which may be a symbol."""
+    """The number of rows, which may be a symbol."""
     inside_bytes: int = field(default=0, compare=False)
     """Bytes of the values that nothing outside reads, counted once each."""
     edge_bytes: int = field(default=0, compare=False)
@@ -80,7 +80,7 @@ def is_part(node: Node) -> bool:
 
 
 class _Finder:
-    """The calls of a graph, and what is known of them."""
+    """The calls of a graph, those that depend on a parameter (`trained`), and the storages that calls write to."""
 
     def __init__(self, graph: Graph, tiles: int, parameters: Collection[int]) -> None:
         self.tiles = tiles
@@ -137,10 +137,10 @@ class _Growth:
         """Per root, and per input in `finder.trained`: the number of its readers that are no members, or not yet."""
 
     def preference(self) -> tuple[int, bool, int]:
-        """Returns a key that is larger for the better of two segments: that with more bytes inside than at its edges.
+        """Returns a key that is larger for the better of two segments.
 
-        Of equal ones it is that whose rows are a multiple of the tiles, as a copy is least likely then; and of those
-        the one with more rows, if their number is a symbol.
+        It compares the bytes inside less those at the edges; then whether the rows are a multiple of the tiles, as a
+        copy is least likely then; then the number of rows, if that is a symbol.
         """
         segment = self.segment()
         even = isinstance(self.rows, int) and not self.rows % self.finder.tiles
@@ -148,7 +148,7 @@ class _Growth:
         return segment.inside_bytes - segment.edge_bytes, even, rows
 
     def grown(self) -> "_Growth | None":
-        """Returns the segment where it ends; None where the first call cannot be in one."""
+        """Adds calls until the segment ends, and returns it; None where the first call cannot be in one."""
         for call in self.finder.calls[self.start :]:
             if self.places and self.places.keys().isdisjoint(call.all_input_nodes):
                 continue
@@ -157,7 +157,7 @@ class _Growth:
         return self if self.places and all(map(self._can_join, self._outputs())) else None
 
     def segment(self) -> RowSegment:
-        """Returns the segment."""
+        """Returns the calls added so far as a `RowSegment`."""
         outputs = self._outputs()
         inside = sum(map(_bytes, set(self.root.values()).difference(outputs)))
         edges = sum(_bytes(node) for node in (*outputs, *self.inputs) if node in self.finder.trained)

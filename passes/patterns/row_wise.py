@@ -1,5 +1,5 @@
 """How operators treat the rows of a dimension: which of them compute each row of their result from the same row of
-their operands, so that they may run on some rows after the others.
+their operands, so that they may run on a part of the rows at a time.
 
 An operator that is not known here mixes rows. So does one that draws random numbers or writes to an operand, and an
 embedding: the derivative for some rows is as large as the table.
@@ -19,7 +19,6 @@ from passes.graphs.op_kinds import broadcasts, op_name
 from passes.patterns.row_places import RESHAPES, RowsPlace, aligned_place, moved_place, shape_of
 
 aten = torch.ops.aten
-
 
 Operands: TypeAlias = tuple[tuple[Node, RowsPlace | None], ...]
 """The operands of a call, each with the place of the rows in it; None for one that every row reads as a whole."""

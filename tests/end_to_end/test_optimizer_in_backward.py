@@ -311,7 +311,7 @@ def test_a_graph_is_not_gone_through_twice() -> None:
 def test_a_loss_that_reads_parameters_by_itself() -> None:
     model, _ = stepping_in_backward(linears)
     penalty = sum(parameter.sum() for parameter in model.parameters())
-    with pytest.raises(ValueError, match=r"a second gradient .* move that into the model's forward"):
+    with pytest.raises(ValueError, match=r"a second gradient .* read them in the model's forward"):
         (loss_of(model(**rows())) + penalty).backward()
 
 

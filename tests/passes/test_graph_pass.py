@@ -147,7 +147,7 @@ def test_passes_say_which_graphs_they_are_for() -> None:
     inside = Pipeline([RemoveDetach(), EliminateDeadCode()])
     assert passes_for("operators", [ReluTwice(), inside]) == (ReluTwice(), EliminateDeadCode())
     assert passes_for("joint", [ReluTwice(), inside]) == (RemoveDetach(),)
-    with pytest.raises(TypeError, match="is no pass; give it instances of Pass"):
+    with pytest.raises(TypeError, match="is no pass; give instances of Pass"):
         passes_for("joint", [ReluTwice])  # type: ignore[list-item]
 
     class Elsewhere(ReluTwice):
@@ -195,7 +195,7 @@ Pipeline([
 
 
 def test_a_pipeline_holds_passes_only() -> None:
-    with pytest.raises(TypeError, match="is no pass; give it instances of Pass"):
+    with pytest.raises(TypeError, match="is no pass; give instances of Pass"):
         Pipeline([EliminateDeadCode])  # type: ignore[list-item]
 
 

@@ -151,7 +151,7 @@ def test_a_model_without_overflow_is_planned_as_before() -> None:
     assert str(with_values.diff("precision")) == str(without.diff("precision"))
     assert with_values.predicted_peak_bytes == without.predicted_peak_bytes
     assert "fp16 was screened on a sample batch: all values are within range" in with_values.notes
-    assert any("not screened on a sample batch, since it was planned without values" in note for note in without.notes)
+    assert any("not screened on a sample batch, since the model was planned" in note for note in without.notes)
     assert not any("screened" in note for note in memopt.plan(model, 1, batch(), precision="bf16").notes)
 
 
@@ -218,7 +218,7 @@ def test_without_room_for_it_nothing_is_run() -> None:
 def test_a_plan_without_values_and_the_step_after_it(fresh_plans: None) -> None:
     meta = {name: item.to("meta") for name, item in batch().items()}
     model = memopt.optimize(Net(), 1, example_inputs=meta, optimizer=None, precision="fp16")
-    assert any("it was planned without values" in note for note in memopt.plan_of(model).notes)
+    assert any("the model was planned without values" in note for note in memopt.plan_of(model).notes)
     train(model, batch())
     notes = memopt.plan_of(model).notes
     assert "fp16 was screened on a sample batch: all values are within range" in notes
