@@ -493,7 +493,7 @@ def dino(optimize: Optimize, log: Log) -> None:
 
 
 def barlow_twins(optimize: Optimize, log: Log) -> None:
-    """main.py: `model.forward` called by its name, its own LARS, loss terms written in place."""
+    """main.py without its wrapper for several cards: its own LARS, loss terms written in place."""
     models = package("torchvision.models")
     alone = SimpleNamespace(all_reduce=lambda _: None)
     names = definitions("barlowtwins", "main.py")
@@ -519,7 +519,7 @@ def barlow_twins(optimize: Optimize, log: Log) -> None:
         for group, rate in zip(optimizer.param_groups, (0.2, 0.0048), strict=True):
             group["lr"] = rate * (step + 1) / 80
         optimizer.zero_grad()
-        loss = model.forward(y1, y2)
+        loss = model(y1, y2)
         loss.backward()
         optimizer.step()
         log(loss=loss)

@@ -141,7 +141,7 @@ class Ring:
         """
         if self.cards == 1:
             return 0.0
-        nodes = self.cards // self.in_node
+        nodes = -(-self.cards // self.in_node)
         within, between = self.interconnect.within, self.interconnect.between
         moved = nbytes * (self.cards - 1) / self.cards / within.reached_bytes_per_second if self.in_node > 1 else 0.0
         steps = (self.cards - nodes) * within.step_seconds

@@ -289,8 +289,9 @@ class _Cuda(Device):
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
             stream = torch.cuda.current_stream().cuda_stream
+            number = torch.cuda.current_device()
             segments = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
-        return [segment for segment in segments if segment["device"] == (device.index or 0)], stream
+        return [segment for segment in segments if segment["device"] == number], stream
 
 
 CUDA = _Cuda("cuda", caching=True, block_bytes=BLOCK_BYTES, backend="inductor")

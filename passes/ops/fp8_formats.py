@@ -210,15 +210,16 @@ class Histories:
         """Returns the scale of `x` for an 8-bit dtype, a scalar in fp32, from the largest of the magnitudes stored
         under `name`, and stores the largest magnitude of `x` with them.
 
-        Where nothing is stored under that name yet, it is the scale for `x` itself. Where `x` is not finite, neither is
-        the scale, and nothing is stored."""
+        Where nothing but zeros is stored under that name yet, it is the scale for `x` itself. Where `x` is not finite,
+        neither is the scale, and nothing is stored."""
         now = amax(x)
         finite = now.isfinite()
         known = self._magnitudes.get(name)
         if known is None:
             known = now.masked_fill(~finite, 0.0).repeat(LENGTH)
         known = known.to(x.device)
-        largest = torch.where(finite, known.amax(), now)
+        stored = known.amax()
+        largest = torch.where(finite & (stored > 0), stored, now)
         self._magnitudes[name] = torch.cat([torch.where(finite, now, known[:1].squeeze(0))[None], known[:-1]])
         return scale_of(largest, dtype)
 

@@ -145,8 +145,8 @@ def _squeeze(node: Node, place: RowsPlace) -> Operands | None:
     if "dim" not in arguments_of(node):
         return None
     squeezed = [dim for dim in _dims(node) if statically_known_true(shape[dim] == 1)]
-    kept = [dim for dim in range(len(shape)) if dim not in squeezed]
-    return _sources(node, replace(place, dim=kept[place.dim]))
+    dim = [dim for dim in range(len(shape)) if dim not in squeezed][place.dim]
+    return None if dim in _dims(node) else _sources(node, replace(place, dim=dim))  # a tile may have one row
 
 
 def _unsqueeze(node: Node, place: RowsPlace) -> Operands | None:

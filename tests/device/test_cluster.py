@@ -76,3 +76,10 @@ def test_what_a_cluster_cannot_be_is_refused(mesh: Any, interconnect: Any, kind:
     with pytest.raises(kind, match=text) as refused:
         check_cluster(mesh, interconnect)
     assert "\n" not in str(refused.value)
+
+
+def test_a_ring_that_fills_no_node_passes_through_the_network() -> None:
+    """Three replicas of four cards each: two in one node of eight, one in another."""
+    network = BETWEEN_NODES["ib-ndr"]
+    received = NBYTES / 2 / (2 * network.reached_bytes_per_second)
+    assert cluster(dp_shard=4, dp_replicate=3).dp_replicate.gather_seconds(NBYTES) > received

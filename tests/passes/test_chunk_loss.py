@@ -181,6 +181,10 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x, w, y, b: F.cross_entropy(F.linear(x, w, b).view(-1, CLASSES // 2), y.view(-1).repeat(2).clamp(0, 9)),
         "view splits the classes",
     ),
+    "another dimension as classes": (
+        lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)).unsqueeze(1), y.view(-1, 1).expand(-1, CLASSES) * 0),
+        "unsqueeze makes a dimension that is not that of the classes",
+    ),
     "softmax of the rows": (
         lambda x, w, y, b: F.nll_loss(F.log_softmax(flat(F.linear(x, w, b)), 0), y.view(-1)),
         "the log_softmax is not over the classes",

@@ -161,6 +161,14 @@ def test_what_is_not_finite_is_not_remembered() -> None:
     assert ask(1.0) == pytest.approx(3.0)
 
 
+def test_a_first_magnitude_that_is_not_finite_leaves_the_next_scale_to_its_own() -> None:
+    """As in a run in fp16, whose first step overflows: it was a scale for zeros, by which all values became zeros."""
+    histories = Histories()
+    ask = asking(histories)
+    ask(float("inf"))
+    assert ask(3.0) == pytest.approx(3.0)
+
+
 def test_each_owner_has_its_own() -> None:
     one, other = Histories(), Histories()
     asking(one)(8.0)

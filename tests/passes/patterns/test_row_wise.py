@@ -74,6 +74,7 @@ X, W, M = numbers(4, 6, 8), numbers(5, 8), numbers(4, 8, 6)
 INDEX = numbers(4, 6, 8, dtype=torch.int64)
 KNOWN: list[tuple[Any, tuple[Any, ...], set[int]]] = [
     (aten.add.Tensor, (X, numbers(6, 1)), {0, 1, 2}),
+    (aten.squeeze.dim, (X, 0), {1, 2}),  # which a tile of one row would lose
     (aten.where.self, (X > 0, X, numbers(8)), {0, 1, 2}),
     (aten.masked_fill.Scalar, (X, numbers(4, 1, 8) > 0, 2.0), {0, 1, 2}),
     (aten.gelu.default, (X,), {0, 1, 2}),
