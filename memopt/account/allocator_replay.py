@@ -16,7 +16,7 @@ from memopt.solver.simulator import lifetimes
 
 
 def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
-    """The allocations and frees of a step, as from `step_calls`, for each way in which the caller may treat the
+    """The allocations and frees of a step, as `step_calls` returns them, for each way in which the caller may treat the
     forward's results: holding them until the optimizer has stepped, or dropping them before the backward, as
     `model(**batch).loss.backward()` drops all but the loss. Earlier frees leave other gaps, so a step may run out of
     memory in one way and not in the other. Results of up to `SMALL_BYTES` are in segments of their own: if all results
@@ -125,7 +125,7 @@ def _renumbered(problem: RematProblem, op: Op, versions: Mapping[int, int], unus
     return found
 
 
-# The first step makes the optimizer's state, in the gaps that it left. Which blocks are cut changes for some more.
+# The most steps that are replayed: the first allocates the optimizer's state in gaps, so that others differ from it.
 _STEPS = 8
 
 

@@ -25,10 +25,10 @@ T = TypeVar("T")
 _HEAP_TYPE = 1 << 9
 """The flag of classes that are written in Python."""
 _MOST = 100_000
-"""The number of objects that are copied; what lies beyond is shared."""
+"""The most objects that are copied; further ones are shared."""
 _EMPTY: dict[str, Callable[[], Any]] = {"param_groups": list, "state": partial(defaultdict, dict)}
 _LEFT_OUT = ("asyncio", "concurrent", "logging", "multiprocessing", "threading")
-"""Modules whose objects are shared."""
+"""Modules whose objects are shared, not copied."""
 _CODE = (types.FunctionType, types.MethodType, partial)
 _WHOLE = (type, Enum, types.ModuleType, torch.dtype, torch.device, torch.Size, str, bytes, int, float, complex, bool)
 
@@ -112,7 +112,7 @@ class OptimizerCopy:
 
     def _note(self, value: Any, same: Any) -> Any:
         self._copies[id(value)] = same
-        self._copies[id(same)] = same  # what is copied already
+        self._copies[id(same)] = same  # a copy is not copied again
         self._seen += [value, same]
         return same
 

@@ -1,4 +1,4 @@
-"""What an optimizer holds: found by steps of a copy on small tensors, or in the state that it has already."""
+"""Optimizers over fake parameters, whose steps can be tried; and facts about optimizers that exist already."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _same_tensors(value: Any) -> Any:
-    """New containers around the same tensors."""
+    """A copy of nested containers with the same tensor objects."""
     return tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf), value)
 
 

@@ -1,4 +1,4 @@
-"""What one card of a cluster holds under FSDP2: shards of everything, and the groups of parameters that are whole."""
+"""What one card of a cluster holds under FSDP2: shards of everything, and the gathered groups of parameters."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 def with_copies(standing: Standing, *, marked: bool) -> fx.GraphModule:
     """The joint graph of `standing`, completed with copies of its standing blocks in place of the blocks that were not
-    traced. With `marked`, its nodes keep the names that `traced_from` reads, of what they were traced from."""
+    traced. With `marked`, its nodes keep the marks in which `traced_from` finds the operator that they were traced
+    from."""
     return _Copier(standing, marked).copied()
 
 
@@ -130,7 +131,7 @@ class _Copier:
         return module
 
     def _keep(self, node: fx.Node) -> None:
-        """Add a node that the joint graph has already."""
+        """Add a node of the joint graph to the new graph."""
         mine = self.of.place.get(node)
 
         def source(read: fx.Node) -> fx.Node:
@@ -149,13 +150,13 @@ class _Copier:
             target = name
             self.constants[name] = attrgetter(node.name)(self.of.joint)
         copy = self._create(node, name, target, source)
-        copy.meta = dict(node.meta)  # the copies of this node need its own
+        copy.meta = dict(node.meta)  # a copy, since `node.meta` is read again for the node's copies
         if "seq_nr" in copy.meta:
             copy.meta["seq_nr"] = self._sequence(node)
         self.copies[node] = copy
         if mine is not None:
             number = self.of.runs[mine.run].standing[mine.block]
-            if mine.block in (TEMPLATE, TEMPLATE + 1):  # views of what the block beside it makes
+            if mine.block in (TEMPLATE, TEMPLATE + 1):  # it may be a view of a value of the next block
                 copy.meta["val"] = self._value(node.meta.get("val"), mine, number)
             self.blocks[mine.of_block(number)] = copy
 
@@ -259,8 +260,8 @@ class _Copier:
         return value
 
     def _storage(self, tensor: torch.Tensor, mine: BlockPlace, number: int) -> torch.UntypedStorage | None:
-        """The storage in which a tensor of the node at the place `mine` lies in block `number`; None where it is the
-        one in which the tensor lies already."""
+        """The storage that block `number` has in place of that of `tensor`, a value of the node at the place `mine`;
+        None where it is the same storage."""
         maker, at = self.of.made_by(tensor)
         place, run = self.of.place.get(maker), self.of.runs[mine.run]
         here = run.standing[mine.block]

@@ -54,7 +54,8 @@ class Decision:
     unmatched: tuple[str, ...] = ()
     """The user's rules that match nothing in this region; a rule that matches nothing in any region is an error."""
     exact: frozenset[str] = frozenset()
-    """Names of nodes whose dtypes somebody asked for: the values that their backward reads keep full precision."""
+    """Names of nodes whose dtypes the user or the author chose: the values that their backward reads keep full
+    precision."""
 
 
 Decide: TypeAlias = Callable[[OperatorGraph], Decision]
@@ -81,7 +82,7 @@ class Rewriting:
     planned_for: str = ""
     """The device type whose autocast rules apply; empty: that of the tensors."""
     card: str = ""
-    """The name of the card whose kernels are differentiated; empty: those of the tensors' device."""
+    """The name of the card for whose kernels graphs are differentiated; empty: those of the tensors' device."""
     replaces_autocast: bool = False
     """Whether the caller's autocast is disabled inside the model, because these passes choose the dtypes."""
     needed: str = ""
@@ -228,8 +229,8 @@ def to_differentiate(operators: Operators) -> fx.GraphModule:
 
 
 def _check_transforms(graph: fx.Graph) -> None:
-    """Raise `Untraceable` for a region that enters a transform of torch.func: the values inside of it are of no use
-    outside, where passes edit the graph."""
+    """Raise `Untraceable` for a region that enters a transform of torch.func: values inside of it have no meaning
+    outside, where passes would edit the graph."""
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name.endswith("_increment_nesting"):
@@ -245,7 +246,7 @@ def _check_targets(graph: fx.Graph) -> None:
 
 
 def _check_constants(module: fx.GraphModule) -> None:
-    """Raise `Untraceable` for a value that a call made without an operator: the trace took it for a constant."""
+    """Raise `Untraceable` for a tensor that a call made without an operator, which the trace holds as a constant."""
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
             raise Untraceable(f"the region uses a tensor that was made without an operator of torch ({node.name})")

@@ -1,4 +1,4 @@
-"""The outputs of a region beside its loss: which are not differentiated, and which the region does not return, as
+"""The outputs of a region beside its loss: which are not differentiated, and which the region does not return because
 pieces of its forward compute them on demand."""
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class DeferredOutputs:
     returned: tuple[int, ...]
     """The positions, among the outputs of the model's call, of the outputs that the region does return."""
     taken: tuple[fx.Node, ...]
-    """The values that the region returns after these, from which `Group.head` computes outputs."""
+    """The values that the region returns after its outputs, from which `Group.head` computes the deferred ones."""
 
     @property
     def released(self) -> frozenset[int]:
@@ -298,7 +298,7 @@ def _is_unwritten(node: fx.Node) -> bool:
 
 
 def _from_weights(node: fx.Node) -> bool:
-    """Whether a node's value depends on parameters alone, by a few calls."""
+    """Whether a node's value is computed from parameters alone, by a few calls."""
     seen, waiting = set[fx.Node](), [node]
     while waiting:
         source = waiting.pop()
@@ -318,7 +318,7 @@ def _acts_outside(node: fx.Node) -> bool:
 
 
 def _bytes(value: torch.Tensor) -> int:
-    """The bytes of a tensor's elements, for the sizes at hand; more than any other's where they depend on data."""
+    """The bytes of a tensor's elements for the sizes at hand; `sys.maxsize` where the sizes depend on data."""
     if data_symbols_of(value):
         return sys.maxsize
     sizes = map(largest_value, value.shape)

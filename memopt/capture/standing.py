@@ -59,7 +59,7 @@ class Standing:
     role: dict[fx.Node, tuple[int, int, fx.Node]] = field(default_factory=dict)
     """For an input that is a standing block's own: the run, the block, and the template's input of the same role."""
     makers: dict[int, tuple[fx.Node, int]] = field(default_factory=dict)
-    """By storage the first node whose value lies in it, and the number of that tensor in its value."""
+    """By the key of a storage: the first node whose value lies in it, and the number of that tensor in the value."""
 
     def half(self, run: int, backward: bool, block: int) -> list[fx.Node]:
         """The nodes of the forward, or with `backward` of the backward, of a standing block. `run` is an index into
@@ -100,12 +100,13 @@ def standing_blocks(
 
 
 def _set_places(found: Standing) -> bool:
-    """Find the place of each node of the joint graph. A node that tells no operator, such as a sum of gradients,
-    belongs to the block of the node before it. Arithmetic on sizes that other code reads, too, belongs to no block.
+    """Find the place of each node of the joint graph. A node without a mark (`traced_from`), such as a sum of
+    gradients, belongs to the block of the node before it. Arithmetic on sizes that other code reads, too, belongs to no
+    block.
 
-    Returns false where the forward or backward of a block is not in one piece, and where blocks come in another order.
-    Also where such arithmetic begins in the first block traced behind the missing ones: with all blocks, it would begin
-    in another.
+    Returns False where the forward or backward of a block is not in one piece, where blocks are not in order, and where
+    such arithmetic begins in the first block traced after the missing ones: with all blocks traced, it would begin in
+    another.
     """
     owner = {
         node.name: (number, block)
@@ -139,9 +140,9 @@ def _set_places(found: Standing) -> bool:
 
 
 def _take_sizes_out(found: Standing, key: tuple[int, bool, int]) -> bool:
-    """Take the place from each node of `key`, the forward or backward of a block, that computes no tensor and that
-    other blocks or other code read. Returns false where there is one in the forward or backward that is traced first
-    behind the missing blocks."""
+    """Remove the place of each node of `key`, the forward or backward of a block, that computes no tensor and that
+    other blocks or other code read. Returns False where there is one in the forward or backward that is traced first
+    after the missing blocks."""
     run, backward, block = key
     own = {*found.half(run, False, block), *found.half(run, True, block)}
     numbers = [node for node in found.pieces[key] if not list(tensors(node.meta.get("val")))]

@@ -52,7 +52,7 @@ it."""
 TAKE_PART = _operator("take_part", _cut)
 """Each card takes its part along `dim` of a value that all cards have; nothing is exchanged but gradients."""
 SUM_SHARDS = _operator("sum_shards", _whole)
-"""The values of all cards are summed on all of them (`dim` means nothing); a gradient is the same on all cards."""
+"""The values of all cards are summed on all of them (`dim` is ignored); a gradient is the same on all cards."""
 
 _BACKWARDS = {
     GATHER_SHARDS: SCATTER_SUMS,
@@ -196,15 +196,18 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _styles(model: nn.Module, plan: Mapping[str, str], *, given: bool) -> Iterator[tuple[str, str]]:
-    """The paths of the layers that a plan names, with their styles. A model's own plan may name layers that it has not,
-    and styles that split nothing."""
+    """The paths of the layers that a plan names, with their styles. A model's own plan may name layers that it does not
+    have, and styles that split nothing."""
     paths = [path for path, _ in model.named_modules()]
     for pattern, style in plan.items():
         matching = fnmatch.filter(paths, pattern)
         if given and style not in STYLES:
             raise ValueError(f"unknown style {style!r} for {pattern!r} in tp_plan; known are {', '.join(STYLES)}")
         if given and not matching:
-            raise ValueError(f"tp_plan names {pattern!r}, which no module of {type(model).__name__} matches")
+            raise ValueError(
+                f"tp_plan names {pattern!r}, which no module of {type(model).__name__} matches; give patterns of the "
+                "names in model.named_modules()"
+            )
         yield from ((path, style) for path in matching if style in STYLES)
 
 

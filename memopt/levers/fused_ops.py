@@ -1,4 +1,4 @@
-"""The lever that replaces activations and norms that are written out by fused operators."""
+"""The lever that replaces activations and norms written as elementary operators by fused ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _fused(found: Sequence[Found]) -> list[str]:
 
 FUSED_OPS = Lever(
     LABEL,
-    "GELU, SiLU and layer norms that are written out run as one kernel each, which saves its input only.",
+    "GELU, SiLU and layer norms written as elementary operators run as one kernel each, which saves its input only.",
     "rounding",
     "nothing",
     default=True,

@@ -34,8 +34,8 @@ class GraphChange:
     """When the deciders run: before those of precision, which then decide the dtypes of what these make; right after
     them ("with"); or last."""
     joint: DecideJoint | None = None
-    """Decides the passes on the joint graph, in place of the one of levers before. A lever that has it is tried even if
-    its deciders find nothing to rewrite."""
+    """Decides the passes on the joint graph, in place of the `joint` of levers before it. A lever that has it is tried
+    even if its deciders find nothing to rewrite."""
     faster: Callable[[Hardware], bool] | None = None
     """Whether the lever promises a shorter step on a device. If so, it is tried first of all, even if the step fits
     without it."""

@@ -167,6 +167,6 @@ def _priced(facts: TrainingFacts, chosen: Iterable[Sequence[Lever]], known: Know
     for levers in chosen:
         try:
             found.append(PricedLevers.of(facts, levers, known))
-        except (TypeError, ValueError):  # does not fit this optimizer, as 8 bits fit Adam alone
+        except (TypeError, ValueError):  # does not fit this optimizer: 8-bit moments, for one, are for Adam alone
             continue
     return sorted(found, key=lambda priced: priced.added_seconds)

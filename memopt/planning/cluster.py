@@ -33,7 +33,7 @@ class ClusterOptions:
 
     def one_card(self, model: nn.Module) -> nn.Module:
         """A copy of the model on "meta" as one card has it: parameters that tensor parallelism splits have their local
-        shape, all others their full shape, which `fully_shard` is yet to spread. Raises `ValueError` where tensor
+        shape, all others their full shape, as before `fully_shard`. Raises `ValueError` where tensor
         parallelism cannot split the model."""
         cards, copied = self.cluster.mesh.tp, meta_copy(model)
         return copied if cards == 1 else TensorParallel.of(model, cards, self.tp_plan).part_of(copied)
@@ -84,7 +84,7 @@ def check_cluster_options(
             raise ValueError("tp_plan needs mesh too, such as mesh={'dp_shard': 8, 'tp': 8}")
         return None
     if device in (None, HOST.type):
-        raise ValueError(f"a plan with mesh is for a card named by device, such as device='h100', not {device!r}")
+        raise ValueError(f"with mesh, device must name the card to plan for, such as device='h100', not {device!r}")
     if not isinstance(precision, str) or precision not in DTYPES:
         known = ", ".join(map(repr, DTYPES))
         raise ValueError(
@@ -96,7 +96,7 @@ def check_cluster_options(
             f"parameters; give {type(optimizer).__name__}, or functools.partial of it"
         )
     if further := sorted(set(allow) - DEFAULT_LEVERS):
-        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; leave it out of allow, or mesh out")
+        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; take it out of allow, or give no mesh")
     if tp_plan is not None and cluster.mesh.tp == 1:
         raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
     return ClusterOptions(cluster, DTYPES[precision], tp_plan)

@@ -18,7 +18,7 @@ from memopt.solver import Schedule
 
 COMPUTE, MEMORY, GATHER, REDUCE, EXCHANGE = "compute", "memory", "gather", "reduce", "tensor parallel"
 Seconds = Counter[str]
-"""Seconds by what bounds them."""
+"""Seconds by what bounds them (the names above)."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class ClusterStep:
     memory traffic and launches; "gather" and "reduce": exchanges of parameters and gradients that take longer than the
     block computes beside which they run; "tensor parallel": exchanges within the layers."""
     gathers_seconds: float
-    """All gathers of parameters, most of which run beside compute."""
+    """Total time of the gathers of parameters, most of which overlap with compute."""
     reductions_seconds: float
-    """All reductions of gradients, likewise."""
+    """Total time of the reductions of gradients, most of which overlap too."""
     blocks: tuple[tuple[str, int, float, float, float, float], ...]
     """Each group of parameters: path, bytes gathered, seconds to gather once and to reduce, seconds of its forward and
     of its backward with what is recomputed in it. "" is the root's group."""
@@ -74,7 +74,7 @@ def cluster_step(
     freed = blocks[: len(blocks) - kept]
     bounds = _forward(root, blocks) + _backward(root, blocks, freed)
     card = step.settings.hardware
-    # The optimizer's step reads parameters, gradients and state, and writes the first and the last.
+    # The optimizer's step reads parameters, gradients and state, and writes parameters and state.
     moved = 2 * account.parameters + account.gradients + 2 * account.optimizer_state
     bounds += _only(MEMORY, moved / (card.bytes_per_second * card.bandwidth_efficiency))
     mesh = sharding.cluster.mesh

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def shown(name: str) -> Any:
-    """The module of `memopt.show` with this name, imported when it is first needed. Plans, frontiers and diffs call its
-    functions to be shown."""
+    """The module of `memopt.show` with this name, imported on first use. Plans, frontiers and diffs print and draw
+    themselves by its functions."""
     return import_module(f"memopt.show.{name}")
 
 
@@ -66,7 +66,8 @@ class _FrontierSource(Protocol[MadeT]):
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """The best plan found within one budget. GB are of 1024³ bytes, times fractions of `Frontier.step_seconds`."""
+    """The best plan found within one budget. GB are of 1024³ bytes; times are fractions of
+    `Frontier.step_seconds`."""
 
     budget_gb: float
     peak_gb: float

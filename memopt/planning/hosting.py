@@ -9,7 +9,7 @@ from memopt.planning.priced_step import PricedStep
 from memopt.units import size
 
 _SHARES = 8
-"""The bytes that may lie on the host are cut into so many parts: one of them, two, … and all are tried."""
+"""Plans are tried with 1/8, 2/8, … and all of the bytes of frozen parameters that may lie on the host."""
 
 
 def lacking(step: PricedStep) -> tuple[str, ...]:
@@ -21,7 +21,7 @@ def lacking(step: PricedStep) -> tuple[str, ...]:
         return ()
     return (
         f"the host has room for {size(int(room))} of the {size(total)} of frozen parameters that may lie there: give "
-        "host_gb where it has more",
+        "host_gb if it has more",
     )
 
 

@@ -183,7 +183,7 @@ def _source_file(kind: Any) -> Path | None:
     return _source_files[kind]
 
 
-# A class may belong to one model (that of a parametrised layer does), and a function hold one.
+# Weak, since a class may be made for one model (as for a parametrised layer), and a function may hold a model.
 _source_files: weakref.WeakKeyDictionary[Any, Path | None] = weakref.WeakKeyDictionary()
 
 
@@ -194,8 +194,8 @@ def _file_digest(file: Path) -> str:
 
 
 def _value(value: Any) -> Any:
-    """A tensor's shape, strides, dtype, device type and kind, and how it is spread over ranks; the same for all device
-    meshes; other values as they are."""
+    """What a key has of a value: for a tensor its shape, strides, dtype, device type and kind, and how it is spread
+    over ranks; for a device mesh a constant; any other value itself."""
     if not isinstance(value, torch.Tensor):
         return "a mesh" if is_opaque(value) else value
     kind = (tuple(value.shape), value.stride(), value.dtype, value.device.type)
@@ -203,7 +203,8 @@ def _value(value: Any) -> Any:
 
 
 def _optimizer(optimizer: Any) -> Any | None:
-    """The facts that an optimizer's memory depends on; None where they cannot be told."""
+    """The facts that an optimizer's memory depends on; None where they are not known, as for a function that makes
+    one."""
     if optimizer is None or isinstance(optimizer, str):
         return (optimizer,)
     if isinstance(optimizer, type):
@@ -224,13 +225,14 @@ def _parts_of_own(levers: Sequence[Lever]) -> list[object]:
 
 
 def _own(extension: object) -> tuple[str, str, str, str]:
-    """A pass, a solver or a part of a lever of the user's: its options, its name, and its source."""
+    """What a key has of a pass, a solver or a part of a lever of the user's: its `repr`, module, class and source."""
     kind = type(extension)
     return repr(extension), kind.__module__, kind.__qualname__, _source(kind)
 
 
 def _source(kind: type) -> str:
-    """The source of a class that is not torch's; the text of an address, which prevents a key, where there is none."""
+    """The source of a class; "" for torch's own. Where no source is found, a text with an address, for which `_hash`
+    returns None."""
     try:
         return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
     except (OSError, TypeError):

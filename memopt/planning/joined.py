@@ -29,8 +29,8 @@ from memopt.solver import (
 from memopt.solver.problem import BlockCall
 
 _MOST_WAYS = 2
-"""The number of schedules whose allocator calls are kept: one that is replayed in one budget after the other, and that
-with the smallest peak, which it is compared with."""
+"""The number of schedules whose allocator calls are cached: the one that is replayed for one budget after the other,
+and the one with the smallest peak, with which it is compared."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Joined:
 
     problem: RematProblem
     owner: tuple[tuple[int, int], ...]
-    """By op the number of its region, and its index in that region's problem."""
+    """For each op the number of its region, and its index in that region's problem."""
     prices: tuple[PricedGraph, ...]
     recompute: bool = True
     """Whether operators may be recomputed."""
@@ -57,15 +57,17 @@ class Joined:
     """The bytes of the blocks that the card's libraries keep (`Device.library_workspaces`)."""
 
     left: frozenset[int] = frozenset()
-    """The numbers of the inputs that are stepped at the end of the backward only, since schedules read them late."""
+    """The input numbers of the parameters that are stepped only at the end of the backward, as schedules read them
+    late."""
     leaving: Callable[[frozenset[int]], Joined] | None = field(default=None, repr=False, compare=False)
-    """Returns the same problem with further inputs stepped at the end of the backward only."""
+    """Returns the same problem with further parameters, given by input number, stepped only at the end of the
+    backward."""
     on_cards: dict[tuple[object, ...], Account] = field(default_factory=dict, init=False, repr=False)
     """The results of `on_card`, by its arguments."""
     ways: LruCache[Schedule, tuple[Sequence[BlockCall], ...]] = field(
         default_factory=lambda: LruCache(_MOST_WAYS), init=False, repr=False, compare=False
     )
-    """The allocator calls of the schedules that were replayed last, as `step_ways` has them."""
+    """The allocator calls of the schedules that were replayed last, as `step_ways` returns them."""
     solved: dict[tuple[int, str, float], Solution | None] = field(default_factory=dict, init=False, repr=False)
     """The solutions of `portfolio`, by the bytes that the graph may hold, the effort and its limit in seconds; None
     where no schedule fits."""
@@ -169,7 +171,7 @@ def _reads_of_others(
                 continue
             own = priced.given.get(number)
             readers = [at for at, op in enumerate(priced.problem.ops) if own in op.reads]
-            if own is None:  # written to, or a tensor that holds others
+            if own is None:  # the region writes to it, or it is a tensor subclass
                 readers = [len(priced.problem.ops) - 1]
             for at in readers:
                 found[region, at].append((maker, prices[maker].outputs[position]))
@@ -177,7 +179,8 @@ def _reads_of_others(
 
 
 ROUNDS = 4
-"""How often a problem is solved with fewer steps within the backward, before all are left to its end."""
+"""The most attempts to solve a problem with parameters stepped within the backward, before all are stepped at its
+end."""
 
 
 def solve_stepping(
@@ -271,7 +274,8 @@ class _StepPositions:
         )
 
     def order(self, evaluations: int) -> list[int]:
-        """The positions in the order in which each step comes right after the evaluations that it waits for."""
+        """The positions below `evaluations`, reordered so that each step comes right after the last evaluation that it
+        waits for."""
         steps_after: dict[int, list[int]] = {}
         for op in sorted(self.at):
             steps_after.setdefault(self.last[op], []).append(self.at[op])

@@ -117,7 +117,7 @@ class OptimizerChoice:
         return TrainingFacts.of(self.terms.model, self.terms.options.optimizer, self.terms.card)
 
     def adjusted(self, account: Account) -> Account:
-        """The account as it is with the chosen levers on the optimizer."""
+        """The account with the chosen levers on the optimizer."""
         return account if self.chosen is None else self.chosen.adjusted(account)
 
     @property
@@ -127,7 +127,7 @@ class OptimizerChoice:
         return None if self.chosen is None else self.chosen.stepping
 
     def account_of(self, account: Account, plan: Plan) -> Account:
-        """The account as it is with the levers on the optimizer that `plan`, a plan from disk, uses."""
+        """The account with the levers on the optimizer that `plan`, a plan from disk, uses."""
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
     def stepping_of(self, plan: Plan) -> Stepping | None:
@@ -177,14 +177,14 @@ class OptimizerChoice:
         after = [parameter for parameter in trained if len(stepping_hooks(parameter)) != 1]
         if after:
             raise ValueError(
-                f"the plan counts on {OPTIMIZER_IN_BACKWARD.name}, and {len(after)} of {len(trained)} parameters, the "
+                f"the plan relies on {OPTIMIZER_IN_BACKWARD.name}, but {len(after)} of {len(trained)} parameters, the "
                 f"first of shape {tuple(after[0].shape)}, are not stepped in the backward: train with the optimizer "
                 "that memopt.wrap_optimizer(model, optimizer) returns, for an optimizer of all trained parameters"
             )
         if any(parameter.grad is not None for parameter in trained):
             raise ValueError(
-                f"gradients are held from before, and the plan counts on {OPTIMIZER_IN_BACKWARD.name}, with which each "
-                "backward is a whole step; call optimizer.zero_grad() first"
+                f"parameters hold gradients already, but the plan relies on {OPTIMIZER_IN_BACKWARD.name}, with which "
+                "each backward is a whole step; call optimizer.zero_grad() first"
             )
 
 

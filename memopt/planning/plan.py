@@ -122,12 +122,12 @@ class Plan(PlanViews):
     brought_bytes: int = 0
     """Bytes of these that one step copies to the device."""
     host_room_bytes: int | None = None
-    """The most host memory that it may take (`host_gb`); None where nothing goes there, or for no limit."""
+    """The most host memory that the step may take (`host_gb`); None where it takes none, and without a limit."""
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for copies."""
     host_seconds: float = 0.0
     """Time of a planned step outside of its operators, such as guards and the account; not part of `added_seconds`. 0
-    on a GPU, which computes meanwhile."""
+    on a GPU, where it overlaps with compute."""
     cluster: ClusterStep | None = None
     """The time of the step on each card of the cluster that it is planned for, and what bounds it; None for one
     card."""

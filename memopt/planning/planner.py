@@ -1,4 +1,4 @@
-"""Turns a problem and a budget into a schedule."""
+"""Finds the schedule of a step with the least added time within a budget; on a card, one that its allocator can run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from memopt.units import size
 NEGLIGIBLE = 5e-3
 # The maximal number of times that a step is solved while torch's allocator would exceed the budget.
 _ROUNDS = 6
-# The parts into which the bytes above the smallest peak are cut, to solve for budgets in between where that failed.
+# Where no schedule for the budget passes, budgets between the smallest and it are tried: the range in so many parts.
 _PARTS = 8
-# The share of a budget, as a fraction, by which each of the next larger ones is larger.
+# The share of a budget, as a fraction, by which the next one to try is larger.
 _NEXT = 1, 256
 
 
@@ -126,7 +126,7 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
             raise request.refusal(joined)
         return joined, solve(joined, request), without_allocator(request.account)
     ways = [joined]
-    if joined.solvers and request.account.caching:  # other schedules than without them would be replayed
+    if joined.solvers and request.account.caching:  # schedules without the user's solvers are tried too
         ways.insert(0, replace(joined, solvers=()))
     found: list[tuple[Joined, Solution, Account]] = []
     for account in request.account.by_segments:
@@ -158,8 +158,8 @@ def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Accoun
 
 
 def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
-    """The first solution with which the allocator keeps the budget: it is solved for again with fewer bytes while the
-    allocator would exceed the budget, and with more again where that leaves too few. None after `_ROUNDS` attempts, or
+    """The first solution whose allocations, replayed, fit the budget. The step is solved again for fewer bytes while
+    the allocator would exceed the budget, and for more where no schedule has so few. None after `_ROUNDS` attempts, or
     after the first one for a budget below the smallest."""
     account, budget_bytes = request.account, request.budget_bytes
     step = budget_bytes // 256
@@ -203,7 +203,7 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
 
 def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The schedules without offloads that were found while other budgets were solved for and are within this one, the
-    fastest first; none where the optimizer steps within the backward, or no allocator decides."""
+    fastest first; none where the optimizer steps within the backward, and without torch's caching allocator."""
     if request.account.caching and isinstance(joined.portfolio, Portfolio) and not joined.steps:
         yield from ((joined, known) for known in joined.portfolio.known_within(request.graph_bytes))
 

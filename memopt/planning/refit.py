@@ -33,8 +33,8 @@ class Footprint:
     left_bytes: int
     """Bytes that the backward leaves: gradients, the outputs of the forward, and the gradients of those."""
     ways: tuple[tuple[tuple[bool, int, int], ...], ...] = ()
-    """The allocator's calls in both, as `BlockCall`s: where the forward's outputs are kept, and where these are dropped
-    before the backward, as for `step_ways`; empty on the CPU."""
+    """The allocator's calls in forward and backward, as `BlockCall`s: one sequence for outputs that the caller keeps,
+    one for outputs that are dropped before the backward (see `step_ways`); empty on the CPU."""
 
 
 ROUNDS = 4
@@ -78,7 +78,7 @@ def as_compiled(plan: Plan, footprints: Sequence[Footprint | None]) -> Plan:
 
 
 class _Regions:
-    """The regions of a call in its schedule: where the forward and the backward of each run, and what lies beside."""
+    """Where in a schedule the forward and the backward of each region run, and which bytes are alive then."""
 
     def __init__(self, joined: Joined, schedule: Schedule, live_bytes: Sequence[int]) -> None:
         self.live = live_bytes
@@ -160,7 +160,7 @@ class Refit(Generic[Made]):
     _too_little: int = -sys.maxsize
     """The most bytes left for compilation by a plan whose compiled code exceeds the budget."""
     _enough: int = sys.maxsize
-    """The fewest bytes left by one whose compiled code fits."""
+    """The fewest bytes left for compilation by a plan whose compiled code fits."""
     _took_smallest: bool = False
     _tried: set[object] = field(default_factory=set)
 

@@ -25,7 +25,7 @@ from passes import Pass, Pipeline, passes_for
 from passes.ops.fp8_formats import histories_of
 
 _HOST_MARGIN = 0.1
-"""The share of the host's free memory that a plan leaves free where nobody says how much it may use."""
+"""The share of the host's free memory that a plan leaves free where the user gives no `host_gb`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ModelTerms:
         if room is None and self.options.hardware is None and card.link.bytes_per_second > 0:
             free = device_of(HOST).free_bytes(HOST)
             if free is not None and (card.link.host_bytes or 0) > (left := int(free * (1 - _HOST_MARGIN))):
-                room = left - left % GIB if left >= GIB else left  # the same for plans that are kept
+                room = left - left % GIB if left >= GIB else left  # so that the next run finds its plan
         return card if room is None else replace(card, host_bytes=room)
 
     @property
@@ -178,7 +178,7 @@ class _RunPasses:
 
 @dataclass(frozen=True)
 class _RunJointPasses:
-    """Decides that passes run on every joint graph, behind those of another decision."""
+    """Decides that passes run on every joint graph, after those of another decision."""
 
     passes: tuple[Pass, ...]
     before: DecideJoint | None = None
@@ -201,6 +201,6 @@ def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
 
 
 def has_ranks() -> bool:
-    """Whether several processes train the model together: each would step with its own gradients."""
+    """Whether several processes train the model together: a process group of more than one rank."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -210,7 +210,7 @@ class PricedParameterStep:
     number: int
     """The number of the parameter among the graph's inputs."""
     after: frozenset[int]
-    """The ops that read the parameter or its gradient: the step comes behind all their evaluations."""
+    """The ops that read the parameter or its gradient: the step comes after all their evaluations."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +242,7 @@ class GraphUse:
     to its end."""
 
     accumulated: Collection[int] = ()
-    """Positions, among all results, of the gradients that are added to an existing `.grad` as soon as they are made.
-    All other results are kept to the end of the step."""
+    """Positions, among all results, of the gradients that are added to an existing `.grad` as soon as they are made."""
     fused: frozenset[fx.Node] = frozenset()
     """Nodes whose values never lie in memory; no schedule names them."""
     least_moved_bytes: int = 0
@@ -260,7 +259,7 @@ class GraphUse:
     passed_on: PassedOn | None = None
     """For one of several regions, the results that other code takes, and the inputs from other regions."""
     overwritten: Collection[int] = ()
-    """The numbers of the inputs that are written over when the forward is done: what reads one is not recomputed."""
+    """The numbers of the inputs that are overwritten by the end of the forward: what reads one is not recomputed."""
     reductions: Collection[Reduction] = ()
     """The groups of gradients that are reduced over the cards of a cluster, each as soon as its last gradient is made.
     One card's share of the result then takes the place of the gradients."""
