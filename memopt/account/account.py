@@ -25,8 +25,7 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class Account:
-    """The bytes that every schedule of a step holds, row by row, and those that the optimizer adds after the
-    backward."""
+    """The bytes that every schedule of a step holds, row by row, and those that the optimizer adds afterwards."""
 
     parameters: int
     buffers: int
@@ -121,8 +120,7 @@ class Account:
         return self.context + self.fragmentation
 
     def optimizer_step_bytes(self, outputs: int) -> int:
-        """The peak in bytes of `optimizer.step()` while the caller still holds the inputs, and outputs of `outputs`
-        bytes."""
+        """The peak in bytes of `optimizer.step()` while the caller holds the inputs, and outputs of `outputs` bytes."""
         left = self.gradients - self.into_buckets
         resident = replace(
             self, gradients=left, gradients_held=True, lowering=0, gathered=0, kept=0, exchange=0

@@ -70,8 +70,7 @@ def _with_kept(problem: RematProblem, *, without: frozenset[int]) -> RematProble
 
 def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[Offload, ...], int]:
     """The evaluations that emitted code runs (see `_read`), the offloads with positions among these evaluations, and
-    the position of the forward's last one. A schedule has further evaluations only because it evaluates every
-    operator."""
+    the position of the forward's last one. A schedule has others only because it evaluates every operator."""
     read = _read(problem, schedule)
     first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
     forward_end = max((first[index] for index in range(problem.forward_ops)), default=0)
@@ -148,8 +147,7 @@ class StepBlocks:
 
 @dataclass(frozen=True)
 class AllocatorPeaks:
-    """The most bytes that the allocator has allocated at once, rounded up to blocks, and the most that it has
-    reserved."""
+    """The most bytes that the allocator allocates at once, rounded up to blocks, and the most that it reserves."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -197,8 +195,7 @@ def replay(
 
 @dataclass(frozen=True)
 class Spare:
-    """A safety margin for memory that no replay shows: the fraction `share / whole` of the allocator's limit, which
-    stays free."""
+    """A safety margin for memory that no replay shows: this fraction of the allocator's limit stays free."""
 
     share: int
     whole: int = 1000

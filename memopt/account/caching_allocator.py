@@ -238,8 +238,7 @@ class CachingAllocator:
         return ((block.address, block.size, block.free) for block in self._blocks.values() if block.mapped)
 
     def _restore(self, state: CardState) -> dict[bool, _Block]:
-        """Add the segments of a state; return, for each pool (True: the small one), the last block of its expandable
-        one."""
+        """Add the segments of a state; return, by pool (True: small), the last block of its expandable segment."""
         last: dict[bool, _Block] = {}
         self._addresses.occupy((_ABOVE + one.address, one.nbytes) for one in state.segments if one.address is not None)
         for segment in state.segments:
@@ -257,8 +256,7 @@ class CachingAllocator:
         return last
 
     def _restore_segment(self, segment: HeldSegment, before: _Block | None) -> _Block:
-        """Add a segment, after the block `before` of the same expandable one (None: the first); return its last
-        block."""
+        """Add a segment, after the last block `before` of the same expandable one, if any; return its last block."""
         expandable = segment.expandable
         if before is not None:
             address = before.address + before.size
@@ -295,7 +293,7 @@ class CachingAllocator:
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         """Take the smallest free block that is large enough from the free list, the first in memory of several. With
-        expandable segments, go on to the next larger ones while each has less `room`. None where no block is large
+        expandable segments, go on to the next larger ones while each has less `room`. None if no block is large
         enough."""
         free = self._free[small]
         at = bisect_left(free, (size, 0))
@@ -363,8 +361,7 @@ class CachingAllocator:
         return start if room >= size else None
 
     def _map_pages(self, block: _Block, size: int) -> _Block:
-        """Map the pages at the start of an unmapped block that hold `size` bytes; return the free block that has
-        them."""
+        """Map the pages at the start of an unmapped block that hold `size` bytes; return the free block with them."""
         mapped = min(_whole_pages(size, block.small), block.size)
         self._unmapped[block.small].remove(block.address)
         block.mapped = True
@@ -418,8 +415,7 @@ class CachingAllocator:
         return rest
 
     def _join(self, block: _Block) -> _Block:
-        """Join the block with the free blocks on both sides, of which both or neither must be mapped; return the
-        result."""
+        """Join the block with free neighbours, where both are mapped or both unmapped; return the result."""
         for other in (block.before, block.after):
             if other is None or not other.free or other.mapped != block.mapped:
                 continue

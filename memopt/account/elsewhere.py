@@ -64,7 +64,7 @@ def look(
     buckets: frozenset[int] = frozenset(),
     libraries: int = 0,
 ) -> Elsewhere:
-    """Search a device for tensors that are not those of a model, its gradients, its optimizers' state and its current
+    """Search a device for tensors other than those of a model, its gradients, its optimizers' state and its current
     call.
 
     The first search goes through all of Python's objects, in about 0.2 seconds for half a million of them
@@ -132,8 +132,7 @@ def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device
 
 
 def in_steps(nbytes: int, budget_bytes: int) -> int:
-    """`nbytes` rounded up to a multiple of a small fraction of the budget, so that plans depend on few distinct
-    values."""
+    """`nbytes` rounded up to a multiple of a small part of the budget, so that plans depend on few distinct values."""
     step = max(1, budget_bytes // _STEPS)
     return -(-nbytes // step) * step
 

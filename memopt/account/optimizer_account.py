@@ -34,8 +34,7 @@ _LATE_STEP = 1000
 _MOST_CALLS = 5000
 """The operators that three steps run for each parameter at most."""
 _COPIES, _LARGEST = 2, 4
-"""The guess where no step can be tried: fp32 copies of each parameter as state, and of the largest one as
-temporaries."""
+"""Where no step can be tried: fp32 copies of each parameter as state, and of the largest one as temporaries."""
 
 _SINGLY = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD)
 
@@ -138,8 +137,7 @@ def _account_of(
 
 
 def takes_singly(optimizer: OptimizerLike) -> bool:
-    """Whether `optimizer` is, or names, a class of torch that makes each parameter's state and steps it without the
-    others."""
+    """Whether `optimizer` is, or names, a class of torch that makes each parameter's state and steps it alone."""
     names = [single.__name__.lower() for single in _SINGLY]
     return optimizer.lower() in names if isinstance(optimizer, str) else optimizer in _SINGLY
 
@@ -235,8 +233,7 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for an optimizer that evaluates the model many times (LBFGS) or takes sparse gradients
-    (SparseAdam)."""
+    """Raise `ValueError` for one that evaluates the model many times (LBFGS) or takes sparse gradients (SparseAdam)."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

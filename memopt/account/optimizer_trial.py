@@ -121,8 +121,7 @@ def on_meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> 
 
 
 def _fake(parameter: torch.Tensor, device: torch.device, *, gradient: bool = True) -> torch.nn.Parameter:
-    """A parameter of the same shape, strides and dtype, with a gradient or without; of a sharded one the part on this
-    rank."""
+    """A parameter of the same shape, strides and dtype, with `gradient` if set; of a sharded one this rank's part."""
     shard = shard_of(parameter)
     fake = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=device)
     standing_in = torch.nn.Parameter(fake)

@@ -99,8 +99,7 @@ class Sharding:
         return max((group.reduced_bytes for group in self.blocks), default=0)
 
     def shards(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors on "meta" with the shapes of one card's shards of the parameters: the first card's, which are the
-        largest."""
+        """Tensors on "meta" with the shapes of the first card's shards of the parameters, which are the largest."""
         return [_shard(parameter, self.cluster.mesh.dp_shard) for parameter in parameters]
 
     def account(

@@ -116,8 +116,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Given:
-    """A result of an operator that is one of its arguments; `position` counts the tensors among the arguments from
-    0."""
+    """A result of an operator that is one of its arguments: the one at `position` among the tensor arguments."""
 
     position: int
 

@@ -160,8 +160,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         return not value.is_leaf or value in self.gathered
 
     def count(self, tensors: Any) -> None:
-        """Count the storages of these tensors as `LiveBytes` does; inside of a `planned()` block, exclude them
-        instead."""
+        """Count the storages of these tensors as `LiveBytes` does; in a `planned()` block, exclude them instead."""
         if self._planned:
             self.exclude(tensors)
         else:

@@ -37,8 +37,7 @@ _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 def with_copies(standing: Standing, *, marked: bool) -> fx.GraphModule:
     """The joint graph of `standing`, completed with copies of its standing blocks in place of the blocks that were not
-    traced. With `marked`, its nodes keep the marks in which `traced_from` finds the operator that they were traced
-    from."""
+    traced. With `marked`, its nodes keep their marks, from which `traced_from` reads."""
     return _Copier(standing, marked).copied()
 
 
@@ -51,8 +50,7 @@ class _Steps:
 
     @classmethod
     def between(cls, first: list[fx.Node], second: list[fx.Node]) -> _Steps:
-        """The steps between the forwards, or the backwards, of two blocks, of which the first was traced before the
-        second."""
+        """The steps between the forwards, or the backwards, of two blocks, in the order in which they were traced."""
         of_name: dict[str, int] = {}
         for one, other in zip(first, second, strict=True):
             (base, before), (other_base, after) = _parsed(one.name), _parsed(other.name)
@@ -78,8 +76,8 @@ class _Copier:
     blocks."""
     constants: dict[str, Any] = field(default_factory=dict)
     storages: dict[tuple[BlockPlace, int], torch.UntypedStorage] = field(default_factory=dict)
-    """The storages that are made in copies, by the place of the node that makes them and the number of the tensor in
-    its value."""
+    """The storages that copies make, by the place of the node that makes them and the number of the tensor in its
+    value."""
 
     def __post_init__(self) -> None:
         calls = [node for node in self.of.module.graph.nodes if node.op != "output"]
@@ -225,8 +223,7 @@ class _Copier:
         return meta
 
     def _name(self, name: str, steps: Mapping[str, int] = MappingProxyType({}), times: int = 0) -> str:
-        """The name that a trace of all blocks would give to a node, or to the copy that comes `times` blocks after
-        it."""
+        """The name that a trace of all blocks would give to a node, or to its copy `times` blocks later."""
         base, number = _parsed(name)
         number += self.grown[base] + times * steps.get(base, 0)
         return base.removesuffix("_") if base.endswith("_") and not number else f"{base}{number}"
@@ -247,8 +244,7 @@ class _Copier:
         return found
 
     def _value(self, value: Any, mine: BlockPlace, number: int) -> Any:
-        """The value of the node at the place `mine` as block `number` has it: tensors of the same kind, in that block's
-        memory."""
+        """The value of the node at the place `mine` as block `number` has it: like tensors, in that block's memory."""
         if isinstance(value, torch.Tensor):
             key = id(value), number
             if key not in self.fakes:

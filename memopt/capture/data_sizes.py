@@ -39,8 +39,7 @@ _WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Observed:
-    """The result of one operator call with a data-dependent result: the operator's name, and the result's shape or
-    number."""
+    """One operator call with a data-dependent result: the operator's name, and the result's shape or number."""
 
     op: str
     result: tuple[int, ...] | int
@@ -105,8 +104,7 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Obse
 
 
 def observing(observed: list[Observed]) -> RunningBy:
-    """A block that appends to `observed` the results of operators with data-dependent sizes, which run on real
-    tensors."""
+    """A block that appends the results of operators with data-dependent sizes, run on real tensors, to `observed`."""
 
     def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with kernels_as_in_eager_mode():

@@ -92,8 +92,7 @@ class DryRun:
         return outputs
 
     def _given(self, inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """`Passed.given` of a run that begins with these inputs. Notes also which outputs of earlier runs are held
-        now."""
+        """`Passed.given` of a run that begins with these inputs. Also notes which earlier outputs are held now."""
         number = len(self._values)
         made = {
             id(storage): (run, position)

@@ -1,5 +1,4 @@
-"""A captured region as an operator graph, which passes rewrite: the stage between Dynamo's graph and the joint
-graph."""
+"""A captured region as an operator graph, which passes rewrite: the stage from Dynamo's graph to the joint graph."""
 
 from __future__ import annotations
 
@@ -54,13 +53,12 @@ class Decision:
     unmatched: tuple[str, ...] = ()
     """The user's rules that match nothing in this region; a rule that matches nothing in any region is an error."""
     exact: frozenset[str] = frozenset()
-    """Names of nodes whose dtypes the user or the author chose: the values that their backward reads keep full
+    """Names of nodes whose dtypes the user or the author chose: values that their backward reads keep full
     precision."""
 
 
 Decide: TypeAlias = Callable[[OperatorGraph], Decision]
-"""Returns the passes to run on a region. It is called again for each capture, and must return the same passes for the
-same graph."""
+"""Returns the passes to run on a region. It is called for each capture, and must return the same for the same graph."""
 
 
 DecideJoint: TypeAlias = Callable[[fx.GraphModule, int, frozenset[str]], Pipeline]
@@ -209,8 +207,7 @@ def needs_operators(graph_module: fx.GraphModule) -> bool:
 
 
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
-    """Run passes on a joint graph; returns the graphs before and after each pass. Raises `PassError` where one
-    fails."""
+    """Run passes on a joint graph; returns the graphs before and after each one. Raises `PassError` where one fails."""
     stages = [joint]
 
     def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:

@@ -21,8 +21,7 @@ from memopt.compat.symbols import data_symbols_of, largest_value
 SMALLEST_BYTES = 16 * 1024
 """Outputs of at most this size are always returned: to defer them would save too little."""
 SMALL_SHARE = 1 / 64
-"""Outputs that only a second forward could give are returned where they take less than this share of the parameters'
-bytes."""
+"""Outputs that only a second forward could give are returned if they take less than this share of the parameters."""
 _MOST_NODES = 16
 """The most calls between an output and the values that it is computed from."""
 
@@ -124,8 +123,7 @@ class Group:
     head: Piece | None
     """Computes them from a value that the region returns in their place; None where only a second forward does."""
     forward: Piece | None
-    """Computes them by a second run of the forward; None where that would change something, such as running
-    statistics."""
+    """Computes them by a second run of the forward; None where that would change state, as running statistics."""
 
     @cached_property
     def is_static(self) -> bool:

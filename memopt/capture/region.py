@@ -266,8 +266,7 @@ class RecordedRegion:
 
 
 def _check_kinds(graph_module: fx.GraphModule) -> None:
-    """Raise `CaptureError` where a value of the graph is a sparse, nested or quantised tensor, which cannot be
-    planned."""
+    """Raise `CaptureError` where a value of the graph is a sparse, nested or quantised tensor: it cannot be planned."""
     for node in graph_module.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and (kind := special_kind(value)):
@@ -334,8 +333,7 @@ class RegionRun:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """A key that is equal for runs which a plan may treat as the same: the same operators on the same
-        parameters."""
+        """A key, equal for runs that a plan may treat as the same: the same operators on the same parameters."""
         return self.region.operators, tuple(self.parameter_ids.values())
 
     @property
@@ -436,8 +434,7 @@ class CapturedCall:
         return tuple(run.place for run in self.runs)
 
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:
-        """For each run, the numbers of the inputs that are parameters whose gradients the run may add to `.grad`
-        itself.
+        """For each run, the numbers of the parameters among its inputs whose gradients it may add to `.grad` itself.
 
         Excluded are parameters with hooks that wait for the gradient (`hooked` has their `id`s), parameters whose
         gradients other code takes, and those that another run reads: autograd sums the gradients of several runs before

@@ -47,8 +47,7 @@ GATHER_SHARDS = _operator("gather_shards", _repeated)
 SCATTER_SUMS = _operator("scatter_sums", _cut)
 """The values of all cards are summed, and each card gets its part along `dim`."""
 GATHER_COPIES = _operator("gather_copies", _repeated)
-"""As `GATHER_SHARDS`, for a result that all cards read alike: they have the same gradient, and each takes its part of
-it."""
+"""As `GATHER_SHARDS`, for a result that all cards read alike: each takes its part of the same gradient."""
 TAKE_PART = _operator("take_part", _cut)
 """Each card takes its part along `dim` of a value that all cards have; nothing is exchanged but gradients."""
 SUM_SHARDS = _operator("sum_shards", _whole)
@@ -109,8 +108,8 @@ class TensorParallel:
         """The styles of a model's layers. `plan` maps patterns of paths ("layers.*.attention.wq") to styles; without
         it, the model's own plan (`tp_plan` of transformers) is used.
 
-        Raises `ValueError` where there is no plan, where it names no layer, and where a size is not divisible by
-        `cards`."""
+        Raises `ValueError` where there is no plan, where it names no layer, and where `cards` does not divide a
+        size."""
         own = plan if plan is not None else own_tp_plan(model)
         if not own:
             raise ValueError(

@@ -66,7 +66,7 @@ def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
 
 
 def lay_out_again(graph: fx.Graph) -> None:
-    """Correct the strides in the stored values (`meta["val"]`) of calls that read a tensor with gaps, and of their
+    """Correct the strides in the stored values (`meta["val"]`) of calls that read tensors with gaps, and of their
     readers.
 
     On a CUDA card inductor pads matrix products whose kernels are faster then (`shape_padding`), and replaces the
@@ -140,8 +140,7 @@ class RegionTrace:
             yield
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """No autocast around a graph that contains its casts as operators; the plan's autocast around one that does
-        not."""
+        """No autocast around a graph that contains its casts as operators; the plan's around another."""
         return without_autocast() if self.rewritten else autocast_to(self.autocast, self.region)
 
 
@@ -282,8 +281,7 @@ def accumulating(
     """The joint graphs of a call's runs, each with the parameters whose gradients that run may add to `.grad` itself.
 
     Other gradients are returned to autograd: those of parameters with hooks that wait for them (`hooked` has their
-    `id`s), and those of tensor subclasses (`RecordedRegion.wrapped`), which AOTAutograd makes from the graph's
-    results."""
+    `id`s), and those of tensor subclasses (`RecordedRegion.wrapped`), which AOTAutograd makes."""
     differentiated = {id(joint.trace.region) for joint in joints}
     runs = zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)
     numbers = [parameters - run.region.wrapped for run, parameters in runs if id(run.region) in differentiated]

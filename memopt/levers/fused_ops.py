@@ -21,8 +21,7 @@ LABEL = "fused_ops"
 
 
 def fuse_ops(graph: OperatorGraph) -> Decision:
-    """Decides which formulas of a region become `gelu`, `silu` or `layer_norm`: all that compute the same values but
-    for rounding."""
+    """Decides which formulas of a region become `gelu`, `silu` or `layer_norm`: all that are equal but for rounding."""
     activations, norms = find_activations(graph.module), find_norms(graph.module)
     passes: list[Pass] = []
     if fused := _fused(activations):

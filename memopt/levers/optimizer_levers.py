@@ -24,8 +24,7 @@ Known: TypeAlias = dict[tuple[OptimizerChange, ...], TrainingPrice]
 
 @dataclass(frozen=True)
 class PricedLevers:
-    """A combination of levers on the optimizer, the innermost first, with the bytes and seconds of training without and
-    with them."""
+    """A combination of levers on the optimizer, the innermost first, with bytes and seconds without and with them."""
 
     levers: tuple[Lever, ...]
     before: TrainingPrice

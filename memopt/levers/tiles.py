@@ -14,8 +14,7 @@ LABEL = "tiles"
 
 @dataclass(frozen=True)
 class _Tile:
-    """Decides which segments of a region run in `tiles` parts, one after the other: those that hold the most bytes
-    inside."""
+    """Decides which segments of a region run in `tiles` parts, one by one: those that hold the most bytes inside."""
 
     tiles: int
 

@@ -292,8 +292,7 @@ def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
     """A copy of the model on "meta" in which only low-rank adapters (LoRA) of rank `rank` at its linear layers are
     trained, and the number of these adapters.
 
-    Linear layers that are direct children of the model, such as the head that gives the logits, get none, as is
-    usual."""
+    Linear layers that are direct children of the model, such as the output head, get none, as is usual."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo: dict[int, Any] = {number: _on_meta(tensor) for number, tensor in tensors.items()}
     twin = copy.deepcopy(model, memo).requires_grad_(False)

@@ -31,12 +31,11 @@ from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
 class Looks(Protocol):
-    """Finds the bytes on the model's device that belong to no training step of the model. `memopt.run` implements
-    it."""
+    """Finds the bytes on the model's device that belong to none of its training steps; `memopt.run` implements it."""
 
     @property
     def fixed_bytes(self) -> int | None:
-        """The bytes that the user gave as `elsewhere_gb`, or 0 for a plan for another device; None where `look` finds
+        """The bytes that the user gave as `elsewhere_gb`, 0 for a plan for another device; None where `look` finds
         them."""
 
     @property
@@ -67,8 +66,7 @@ class Looks(Protocol):
 
 
 class CallAccounts:
-    """Makes the accounts of a model's training calls. Bytes on the device that are no part of the step have a row of
-    their own."""
+    """Makes the accounts of a model's training calls. Bytes elsewhere on the device have a row of their own."""
 
     def __init__(self, terms: ModelTerms, optimizer_choice: OptimizerChoice, beside: Looks) -> None:
         self.terms, self.optimizer_choice, self.beside = terms, optimizer_choice, beside
@@ -86,8 +84,7 @@ class CallAccounts:
         being planned; None at other times."""
 
     def note_reached(self, parameters: Collection[int]) -> None:
-        """From now on count optimizer state for the parameters with these `id`s too, because they have got
-        gradients."""
+        """Count optimizer state for the parameters with these `id`s too from now on, since they have gradients."""
         self.reached |= frozenset(parameters)
 
     def leave_free(self, nbytes: int) -> None:
@@ -183,8 +180,7 @@ class CallAccounts:
     def _optimizer_account(
         self, optimizer: Any, parameters: Iterable[torch.Tensor], device_type: str, idle: Collection[torch.Tensor]
     ) -> OptimizerAccount:
-        """The result of `optimizer_account`, computed once within a block of `one_trial`. Warns once if it is a
-        guess."""
+        """The result of `optimizer_account`, computed once in a block of `one_trial`. Warns once if it is a guess."""
         stepped = list(parameters)
         key = (device_type, tuple(map(id, stepped)))
         found = self._counted.get(key) if self._counted is not None else None

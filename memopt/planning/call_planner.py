@@ -94,8 +94,7 @@ class CallPlanner:
         """Data-dependent sizes, by the fingerprint of their region."""
 
     def differentiate_outputs(self) -> None:
-        """From the next call on, differentiate all outputs, since an output other than the loss has received a
-        gradient."""
+        """From the next call on, differentiate all outputs, since one other than the loss has received a gradient."""
         self.differentiate_all = True
 
     @property
@@ -132,8 +131,7 @@ class CallPlanner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for plans and errors: on the options, levers that are not used, and bytes that are no part of the
-        step."""
+        """Notes for plans and errors: on the options, levers that are not used, and bytes elsewhere on the device."""
         terms = self.terms
         found = (*terms.options.notes(terms.device().type), *self.optimizer_choice.notes)
         found += tuple(filter(None, [self.accounts.beside.note]))

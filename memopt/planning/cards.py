@@ -30,8 +30,7 @@ class OnCard:
     seconds: float | None
     """Seconds of forward and backward as planned for this card, by the time model; None where the step does not fit."""
     added_time: float | None
-    """The added time of that plan, as a fraction of the step with nothing recomputed on this card; None as
-    `seconds`."""
+    """Added time as a fraction of the step with nothing recomputed on this card; None as for `seconds`."""
     batches: float | None
     """An estimate of the largest batch that fits, with as much recomputed as needed, as a multiple of this batch; None
     where larger batches cannot be captured."""

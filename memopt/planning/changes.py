@@ -65,8 +65,8 @@ class Change:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """What identifies the change: equal for the same change of the same operator in two plans, whatever its bytes
-        and seconds."""
+        """What identifies the change: equal in two plans for the same change of the same operator, whatever its
+        bytes."""
         return self.kind, self.module, self.operator, self.code, self.number, self.detail, self.times, self.region
 
 
@@ -105,8 +105,7 @@ class GraphFacts:
         return source, linecache.getline(path, int(line)).strip() if source else ""
 
     def change(self, kind: str, node: fx.Node, **fields: Any) -> Change:
-        """The change `kind` of a node, with the node's names, module and source line; `fields` are further fields of
-        `Change`."""
+        """The change `kind` of a node, with the node's names, module and source line; `fields` are further fields."""
         source, code = self.line(node)
         return Change(
             kind,

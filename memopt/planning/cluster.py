@@ -23,8 +23,7 @@ DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """The cluster that is planned for, the dtype in which parameters are gathered, and how layers are split among
-    cards."""
+    """The cluster to plan for, the dtype in which parameters are gathered, and how layers are split among cards."""
 
     cluster: Cluster
     dtype: torch.dtype
@@ -104,8 +103,7 @@ def check_cluster_options(
 
 @dataclass(frozen=True)
 class ShardedCall:
-    """How FSDP2 shards a model's parameters, in groups, and which inputs of a call's only graph are the parameters of
-    each group."""
+    """How FSDP2 shards a model's parameters, in groups, and which inputs of a call's only graph are in each group."""
 
     sharding: Sharding
     inputs: tuple[frozenset[int], ...]

@@ -1,6 +1,5 @@
 """Plans that are derived from other plans: for a forward while others like it wait, for a step with further regions,
-and with bytes left free for the steps of other models. `StepBytes` has the bytes of a step that such plans are found
-by."""
+and with bytes left free for the steps of other models. They are found by the bytes of a step (`StepBytes`)."""
 
 from __future__ import annotations
 
@@ -210,8 +209,7 @@ class StepBytes:
         )
 
     def with_callers_code(self, nbytes: int) -> StepBytes:
-        """The bytes of the same step where the caller's code allocates `nbytes` between the forward and the
-        backward."""
+        """The bytes of the same step where the caller's code allocates `nbytes` between forward and backward."""
         least, most = max(self.least_peak, self.least_held + nbytes), max(self.peak, self.held + nbytes)
         return replace(self, least_peak=least, peak=most)
 
@@ -222,8 +220,8 @@ class StepBytes:
 
 def lasting_bytes(account: Account, *, beside: bool = False) -> int:
     """The bytes of a step that stay from step to step: parameters, gradients, optimizer state and the like. With
-    `beside`, what the account counts beside the step is included: what other forwards hold and what lies elsewhere on
-    the device."""
+    `beside`, what the account counts beside the step is included: other forwards, and what lies elsewhere on the
+    device."""
     gradients = 0 if account.gradients_held else account.gradients
     others = 0 if beside else account.other_forwards + account.elsewhere
     return account.resident_bytes + gradients - others

@@ -105,8 +105,7 @@ def rows_to(plan: Plan, before: Sequence[ReceiptRow]) -> tuple[ReceiptRow, ...]:
 
 
 def writes_over(plan: Plan) -> bool:
-    """Whether operators of the plan's backward write their results into the memory of operands that are not read
-    again."""
+    """Whether operators of the plan's backward overwrite operands that are not read again."""
     return any(region.reuses for region in plan.solved[0].traced.regions)
 
 

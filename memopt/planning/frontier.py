@@ -39,8 +39,7 @@ def load(path: str | Path, kind: type[ValueT], called: str, mend: str) -> ValueT
     """The value of type `kind` that `save` wrote. In messages, `called` says what the file should hold, and `mend` what
     to do instead.
 
-    Raises `PlanFileError` with the path, the reason and the mend for any other file, and `OSError` where it cannot be
-    read."""
+    Raises `PlanFileError` with path, reason and mend for any other file, and `OSError` where it cannot be read."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:

@@ -13,8 +13,7 @@ _SHARES = 8
 
 
 def lacking(step: PricedStep) -> tuple[str, ...]:
-    """A note for the plan where host memory has no room for all frozen parameters that may be stored there; else an
-    empty tuple."""
+    """A note for the plan where host memory has no room for all frozen parameters that may lie there; else none."""
     total, link = sum(step.hostable.values()), step.settings.link
     room = None if link is None else link.host_bytes
     if room is None or total <= room:

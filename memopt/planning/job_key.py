@@ -51,8 +51,8 @@ class PlanJob:
     def key(self, graph_module: fx.GraphModule) -> str | None:
         """The key, a hash, of the call with the graph that Dynamo captured of it.
 
-        None where another process could not recognise the call: for an optimizer made by a function, or sizes that may
-        change."""
+        None where another process could not recognise the call: for an optimizer made by a function, or changing
+        sizes."""
         values = [node.meta.get("example_value") for node in graph_module.graph.nodes if node.op == "placeholder"]
         if any(isinstance(value, torch.SymInt) for value in values):
             return None
@@ -66,8 +66,8 @@ class PlanJob:
 
     def sketch(self) -> str | None:
         """A key that needs no capture, made from the model's structure, plain attributes and source. Calls with equal
-        sketches most likely have equal graphs; a plan found by it must be checked against `key` before it runs. None as
-        for `key`."""
+        sketches most likely have equal graphs; a plan found by it must be checked by `key` before it runs. None as for
+        `key`."""
         modules = dict(self.model.named_modules())
         attributes = [(name, _attributes(module)) for name, module in modules.items()]
         call = call_signature(self.call), same_tensors(self.call)
@@ -153,8 +153,7 @@ def _torch() -> tuple[Any, ...]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a module's forward may read besides its parameters; functions and the like by their type
-    only."""
+    """The attributes that a module's forward may read besides its parameters; functions by their type only."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return {name: (_text(value), _attribute_texts(value)) for name, value in own.items()}
 
@@ -203,8 +202,7 @@ def _value(value: Any) -> Any:
 
 
 def _optimizer(optimizer: Any) -> Any | None:
-    """The facts that an optimizer's memory depends on; None where they are not known, as for a function that makes
-    one."""
+    """The facts that an optimizer's memory depends on; None if unknown, as for a function that makes one."""
     if optimizer is None or isinstance(optimizer, str):
         return (optimizer,)
     if isinstance(optimizer, type):
@@ -231,8 +229,8 @@ def _own(extension: object) -> tuple[str, str, str, str]:
 
 
 def _source(kind: type) -> str:
-    """The source of a class; "" for torch's own. Where no source is found, a text with an address, for which `_hash`
-    returns None."""
+    """The source of a class; "" for torch's own. If no source is found, a text with an address, for which `_hash` is
+    None."""
     try:
         return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
     except (OSError, TypeError):
@@ -250,8 +248,7 @@ def _group(group: Mapping[str, Any], state: Mapping[Any, Any]) -> Any:
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with only the types of learning rates, whose values change from step to step and do not affect
-    memory."""
+    """The settings, with learning rates as their types: their values change between steps, and affect no memory."""
     return {name: type(value) if name in ("lr", "initial_lr") else value for name, value in settings.items()}
 
 

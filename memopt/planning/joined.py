@@ -57,11 +57,9 @@ class Joined:
     """The bytes of the blocks that the card's libraries keep (`Device.library_workspaces`)."""
 
     left: frozenset[int] = frozenset()
-    """The input numbers of the parameters that are stepped only at the end of the backward, as schedules read them
-    late."""
+    """The input numbers of parameters stepped only at the end of the backward, as schedules read them late."""
     leaving: Callable[[frozenset[int]], Joined] | None = field(default=None, repr=False, compare=False)
-    """Returns the same problem with further parameters, given by input number, stepped only at the end of the
-    backward."""
+    """Returns the same problem with further parameters, by input number, stepped only at the end of the backward."""
     on_cards: dict[tuple[object, ...], Account] = field(default_factory=dict, init=False, repr=False)
     """The results of `on_card`, by its arguments."""
     ways: LruCache[Schedule, tuple[Sequence[BlockCall], ...]] = field(
@@ -85,8 +83,7 @@ class Joined:
 
     @cached_property
     def offloads(self) -> OffloadPortfolio:
-        """The solvers of schedules with offloads. Where recomputation is not allowed, their problem has no recomputable
-        op."""
+        """The solvers of schedules with offloads. Without recomputation, their problem has no recomputable op."""
         if isinstance(self.portfolio, Portfolio):
             return OffloadPortfolio(self.problem, self.portfolio)
         once = tuple(replace(op, recomputable=False) for op in self.problem.ops)
@@ -179,8 +176,7 @@ def _reads_of_others(
 
 
 ROUNDS = 4
-"""The most attempts to solve a problem with parameters stepped within the backward, before all are stepped at its
-end."""
+"""The most attempts to step parameters within the backward, before all are stepped at its end."""
 
 
 def solve_stepping(
@@ -190,8 +186,8 @@ def solve_stepping(
     The problem is `joined`, or the same with more parameters stepped at the end of the backward (all of them after
     `ROUNDS` attempts).
 
-    Each parameter's step comes right after the operators that it waits for, and the peak is at most `most_bytes`
-    (None: any)."""
+    Each parameter's step comes right after the operators that it waits for; the peak is at most `most_bytes`, if
+    given."""
     if not joined.steps:
         return joined, solve(joined)
     assert joined.leaving is not None
@@ -212,8 +208,7 @@ def solve_stepping(
 def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
     """The schedule with the optimizer's step of each parameter right after the last evaluation that reads the parameter
     or its gradient, which is where the emitted code has it. Also returns the numbers of the inputs whose step must wait
-    for the end of the backward, because no such position is valid; if there are any, the schedule is returned
-    unchanged."""
+    for the end of the backward, because no such position is valid; with any, the schedule is returned unchanged."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:
@@ -274,8 +269,8 @@ class _StepPositions:
         )
 
     def order(self, evaluations: int) -> list[int]:
-        """The positions below `evaluations`, reordered so that each step comes right after the last evaluation that it
-        waits for."""
+        """The positions below `evaluations`, reordered so that each step follows the last evaluation that it waits
+        for."""
         steps_after: dict[int, list[int]] = {}
         for op in sorted(self.at):
             steps_after.setdefault(self.last[op], []).append(self.at[op])
@@ -287,8 +282,7 @@ class _StepPositions:
 
 
 def _remapped(offload: Offload, old: list[int], new: list[int]) -> Offload:
-    """An offload with its positions `old` replaced by `new`; a position in neither list is replaced by that of its
-    neighbour."""
+    """An offload with its positions `old` replaced by `new`; a position in neither list becomes its neighbour's."""
 
     def after(position: int) -> int:
         return new[max(0, bisect_right(old, position) - 1)]

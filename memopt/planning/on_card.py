@@ -52,8 +52,7 @@ def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     by replaying its allocations. On the CPU both are 0.
 
     An allocator on a full card returns free segments, so a process with exactly the resulting peak as its memory
-    completes its steps: this is the budget that a `BudgetError` names. The replay need not pass with every larger
-    budget."""
+    completes its steps: a `BudgetError` names this budget. The replay need not pass with every larger one."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -106,8 +105,7 @@ def _with_least_budget(
 
 def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: int) -> Account | None:
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns
-    free segments only when it must; None where the step needs more. The bytes of `Account.lowering` are not
-    replayed."""
+    free segments only when it must; None where the step needs more. `Account.lowering` is not replayed."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -234,8 +232,7 @@ def _with_overhead(bare: Account, requested: int, peaks: AllocatorPeaks, held: i
 
 
 def _split_into(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """`total` bytes as blocks of the positive `sizes`, repeated in this order until one does not fit, and the rest as
-    one block."""
+    """`total` bytes as blocks of the positive `sizes`, repeated in this order until one does not fit, then the rest."""
     return tuple(_blocks_of(total, [size for size in sizes if size > 0]))
 
 

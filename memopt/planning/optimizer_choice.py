@@ -1,5 +1,5 @@
-"""The levers on the optimizer that are possible for one model's training, and the effect on plans of those that were
-chosen."""
+"""The levers on the optimizer that are possible for one model's training, and the effect of the chosen ones on
+plans."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class OptimizerChoice:
 
     @property
     def stepping(self) -> Stepping | None:
-        """How parameters are stepped within the backward under the chosen levers; None where the optimizer steps after
+        """How parameters are stepped within the backward under the chosen levers; None where they are stepped after
         it."""
         return None if self.chosen is None else self.chosen.stepping
 
@@ -137,14 +137,12 @@ class OptimizerChoice:
         return self._priced(plan.proposals).stepping if inside else self.stepping
 
     def narrowed_by(self, plan: Plan) -> ParameterCast | None:
-        """The cast of parameters and fp32 inputs to bf16 that the levers of `plan` make; None where dtypes stay as they
-        are."""
+        """The cast of parameters and fp32 inputs to bf16 that the levers of `plan` make; None where they make none."""
         return self.narrowing() if any(map(_narrows, self._named(plan.proposals))) else None
 
     @property
     def narrowed(self) -> ParameterCast | None:
-        """The cast of parameters and fp32 inputs to bf16 that the chosen levers make; None where dtypes stay as they
-        are."""
+        """The cast of parameters and fp32 inputs to bf16 that the chosen levers make; None where they make none."""
         return self.narrowing() if self.chosen is not None and self.chosen.narrows else None
 
     def narrowing(self) -> ParameterCast:
@@ -153,8 +151,7 @@ class OptimizerChoice:
 
     @property
     def floats(self) -> torch.dtype | None:
-        """The dtype to which fp32 inputs of the model are cast under the chosen levers; None where they stay in
-        fp32."""
+        """The dtype to which the chosen levers cast fp32 inputs of the model; None where these stay in fp32."""
         return None if self.narrowed is None else self.narrowed.dtype
 
     def check_parameters(self) -> None:

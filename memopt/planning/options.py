@@ -126,8 +126,8 @@ def check_effort(effort: EffortName = "default", limit_seconds: float | None = N
 
 
 def check_points(points: int) -> int:
-    """The number of points of a frontier, checked. Raises `TypeError` where it is no int, `ValueError` where it is
-    below 2."""
+    """The number of points of a frontier, checked. Raises `TypeError` if it is no int, `ValueError` if it is below
+    2."""
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a number of budgets, such as 40, not {points!r}")
     if points < 2:
@@ -262,8 +262,7 @@ class Options:
 
     @property
     def planned_by(self) -> tuple[Any, ...]:
-        """The options that plans depend on, as values whose text is equal in all processes, for the keys of plans on
-        disk."""
+        """The options that plans depend on, as values whose text is equal in all processes, for keys of plans."""
         host = () if self.host_bytes is None else (self.host_bytes,)
         return self.budget_bytes, self.precision, sorted(self.allow), self.outputs, self.effort, self.dynamic, *host
 

@@ -1,5 +1,4 @@
-"""Plans made earlier, on disk, or by another rank: read, checked against the graphs that they are to run, and agreed
-on.
+"""Plans made earlier, on disk, or by another rank: read, checked against the graphs to run, and agreed on.
 
 Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the job is
 planned as if there were none. Nor are plans: a plan's schedule is simulated, and every figure by which its step runs or

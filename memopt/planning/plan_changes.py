@@ -240,8 +240,7 @@ class _RegionChanges:
             )
 
     def freed(self) -> Iterator[Change]:
-        """A change for each parameter that the optimizer steps within the backward, whose gradient is then freed
-        early."""
+        """A change for each parameter that is stepped within the backward, so that its gradient is freed early."""
         inputs = [node for node in self.facts.nodes.values() if node.op == "placeholder" and not is_tangent(node)]
         for number in self.schedule.steps:
             user = next((user for user in inputs[number].users if module_path(user)), inputs[number])

@@ -82,8 +82,7 @@ class PlanSearch:
     _above: set[int] = field(default_factory=set, init=False)
     """The `id` of each lever set whose smallest budget, with offloading too, is above `budget_bytes`."""
     _completed: dict[tuple[str, ...], tuple[str, Priced]] = field(default_factory=dict, init=False)
-    """By the names of a lever set: its last lever, and the step under the set; a row of the receipt is made of
-    these."""
+    """By the names of a lever set: its last lever, and the step under the set; a row of the receipt shows them."""
     _notes: dict[str, None] = field(default_factory=dict, init=False)
     _narrowed_by_id: dict[int, Priced | None] = field(default_factory=dict, init=False)
     """The results of `narrowed`, by the `id` of the lever set."""
@@ -135,8 +134,7 @@ class PlanSearch:
         return None
 
     def skip(self, levers: Rewriting, notes: tuple[str, ...]) -> None:
-        """Record that the last lever of the set `levers` finds nothing to rewrite in this call, for the reasons in
-        `notes`."""
+        """Record that the last lever of the set `levers` finds nothing to rewrite in this call; `notes` say why."""
         self._idle.add(levers.levers[-1])
         self._notes |= dict.fromkeys(notes)
 
@@ -181,8 +179,7 @@ class PlanSearch:
                 seconds = seconds if plan is None else min(seconds, _seconds(plan))
 
     def best(self) -> tuple[Plan, Rewriting]:
-        """The plan with the shortest step of all sets of levers tried, with and without offloading, and its set of
-        levers.
+        """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
 
         Where none fits, the plan with the first combination of levers on the optimizer in `allow` with which one fits.
         Raises `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that would
@@ -331,8 +328,7 @@ def _plain_seconds(priced: Priced) -> float:
 
 
 def _on_steps(plan: Plan) -> tuple[str, ...]:
-    """A note on the number of parameters that are stepped before the backward's end; empty where the backward steps
-    none."""
+    """A note on the number of parameters that are stepped before the backward's end; empty where none are."""
     if plan.priced is None or plan.priced.settings.stepping is None:
         return ()
     inside = sum(len(region.steps) for region in plan.regions)

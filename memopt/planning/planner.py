@@ -58,8 +58,7 @@ class Request:
 
     def refusal(self, joined: Joined) -> BudgetError:
         """The error for a budget that no schedule fits, with the smallest budget that works. On a card, torch's
-        allocator may fail at the request's budget though a smaller one works: the error then has a larger budget that
-        works."""
+        allocator may fail at the budget though a smaller one works: the error then names a larger one that works."""
         least, dominated_by = smallest(joined, self.account)
         if least > self.budget_bytes:
             return BudgetError(self.budget_bytes, least, dominated_by)
@@ -188,8 +187,7 @@ def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Accou
 
 def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The solution with the smallest peak, those for a few budgets between the smallest and the request's, and all
-    others that are known: a schedule with which the allocator runs out of memory may lie between two with which it does
-    not."""
+    others that are known: a schedule that the allocator cannot run may lie between two that it can."""
     bare = without_allocator(request.account)
     taken, least = _smallest_peak(joined, offload=request.offload)
     yield taken, least
@@ -240,8 +238,7 @@ def _smallest_peak(joined: Joined, *, offload: bool = True) -> tuple[Joined, Sol
 
 
 def progress_line(progress: Progress, step_seconds: float, limit_seconds: float) -> str:
-    """A line of text about the search of effort "best": the added time so far, its lower bound, and the seconds
-    used."""
+    """A line about the search of effort "best": the added time so far, its lower bound, and the seconds used."""
     added, bound = (
         seconds / step_seconds if step_seconds else 0.0
         for seconds in (progress.added_seconds, progress.lower_bound_seconds)

@@ -133,8 +133,7 @@ class TracedStep:
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """The step's rewriting for a call of several regions: no error is raised where it finds nothing to rewrite in
-        one of them."""
+        """The step's rewriting for a call of several regions: it raises no error where one has nothing to rewrite."""
         return replace(self.rewriting, needed="")
 
     @property
@@ -231,8 +230,7 @@ class PricedStep:
 
     @property
     def problems(self) -> tuple[Joined, ...]:
-        """All problems made of the step so far, among them those that step some parameters at the end of the
-        backward."""
+        """All problems made of the step so far, also those that step some parameters at the end of the backward."""
         return (self.seen, self.plain, *self._leaving.values())
 
     def under(self, account: Account) -> PricedStep:

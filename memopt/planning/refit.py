@@ -1,5 +1,4 @@
-"""Corrects a plan's peak once its graphs are compiled, and determines the bytes that the next plan must leave for
-compilation."""
+"""Corrects a plan's peak once its graphs are compiled, and finds the bytes that the next plan must leave for it."""
 
 from __future__ import annotations
 
@@ -85,8 +84,8 @@ class _Regions:
         self.owner = [joined.owner[index] for index in schedule.evaluations]
         left = [set(range(priced.problem.forward_ops)) for priced in joined.prices]
         self.halves: list[tuple[list[int], list[int]]] = [([], []) for _ in joined.prices]
-        """By region the positions of the forward's evaluations, and those of the backward's, each with the eager code
-        beside them."""
+        """By region the positions of the forward's and of the backward's evaluations, with those of eager code beside
+        them."""
         ops = joined.problem.ops
         self.eager = {at for at, index in enumerate(schedule.evaluations) if ops[index].name == EAGER}
         for at, (region, op) in enumerate(self.owner):
@@ -146,8 +145,7 @@ class _Regions:
 @dataclass
 class Refit(Generic[Made]):
     """Alternates planning and compiling until compiled code fits: plans again with fewer bytes where the compiled code
-    exceeds the budget, with more where it leaves room and the plan recomputes. Compiled code that fits is stored with
-    its plan."""
+    exceeds the budget, with more where it leaves room and the plan recomputes. Code that fits is kept with its plan."""
 
     budget_bytes: int
     lowering_bytes: int = 0
@@ -206,8 +204,7 @@ class Refit(Generic[Made]):
         return True
 
     def best(self) -> tuple[Plan, Made]:
-        """The plan with the shortest step whose compiled code fits, and that code. Raises `BudgetError` where none
-        fits."""
+        """The plan with the shortest step whose compiled code fits, and that code. Raises `BudgetError` for none."""
         if not self._fitting:
             why = f"the compiled code of {len(self._above)} plans, each for fewer bytes than the one before"
             needed = self._above[-1] if self._took_smallest else min(self._above)

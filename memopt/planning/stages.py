@@ -2,8 +2,7 @@
 
     Recorded ─trace(levers)─▶ Traced ─price(account)─▶ Priced ─solve(budget, effort)─▶ Plan ─emit_plan─▶ Emitted
 
-Calls in one region, in several, and with a plan from disk go through the same stages; for a plan from disk only `solve`
-is left out.
+Calls in one region, in several, and with a plan from disk go through these stages, the last without `solve`.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class Recorded:
     situation: Situation
 
     def trace(self, levers: Rewriting) -> Traced:
-        """The call rewritten by a set of levers and differentiated into joint graphs; a second trace of the same is
-        cached.
+        """The call rewritten by a set of levers and differentiated into joint graphs; cached.
 
         Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the last lever of the set finds
         nothing to rewrite."""
@@ -122,8 +120,7 @@ class Traced:
         return Priced(self.step.price(self.recorded.planner.price_settings.under(account)), account)
 
     def price_for(self, plan: Plan, account: Account) -> Priced:
-        """The step priced with the levers on the optimizer that `plan` uses, which was made earlier or by another
-        rank."""
+        """The step priced with the levers on the optimizer of `plan`, which was made earlier or by another rank."""
         planner = self.recorded.planner
         stepping = planner.optimizer_choice.stepping_of(plan)
         step = self.step.price(replace(planner.price_settings.under(account), stepping=stepping))

@@ -103,8 +103,7 @@ class ModelTerms:
 
     @property
     def fuses(self) -> bool:
-        """Whether the backend fuses elementwise operators with their readers, so that values between them take no
-        memory."""
+        """Whether the backend fuses elementwise operators into their readers, so that their results take no memory."""
         return self.backend == "inductor"
 
     @cached_property
@@ -127,8 +126,7 @@ class ModelTerms:
 
     @cached_property
     def rewriting(self) -> Rewriting:
-        """The rewriting that every set of levers starts from: the precision, and whether results are written in
-        place."""
+        """The rewriting that every lever set starts from: the precision, and whether results are written in place."""
         by_types = precision_rewriting(self.options.precision, self.card)
         return replace(by_types, reinplace=REINPLACE.name in self.options.allow, card=self.absent_card)
 
@@ -148,15 +146,13 @@ class ModelTerms:
 
     @cached_property
     def idle_levers(self) -> frozenset[str]:
-        """The names of allowed levers that need a step in 16 bits, where precision "auto" gives fp32; they are not
-        tried."""
+        """The names of allowed levers that need a step in 16 bits, where precision "auto" gives fp32; none is tried."""
         if self.options.precision != "auto" or self.rewriting.autocast is not None:
             return frozenset()
         return frozenset(lever.name for lever in self.options.levers if lever.graph and lever.graph.needs_low)
 
     def types(self) -> AbstractContextManager[None]:
-        """Context in which the caller's autocast is off, if the plan decides dtypes itself; else a context that does
-        nothing."""
+        """Context in which the caller's autocast is off, if the plan decides dtypes itself; else a null context."""
         return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
 
     @cached_property

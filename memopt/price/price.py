@@ -44,8 +44,7 @@ PASSED_OUTPUTS, PASSED_GRADIENTS, GIVEN = "passed_outputs", "passed_gradients", 
 """The names of ops of one region among several that stand for other code. Outputs that the region passes on live until
 the first, gradients until the second; the third makes the inputs that are outputs of earlier regions."""
 RETURN_OUTPUTS = "return_outputs"
-"""The name of the op at the end of the forward that keeps those results alive which the caller drops when the backward
-begins."""
+"""The op at the end of the forward that keeps the results alive which the caller drops when the backward begins."""
 
 
 def price(
@@ -156,8 +155,7 @@ class _Pricer:
         return PricedGraph(problem, *columns, steps, read, given, tuple(sorted(self.use.hosted)))
 
     def storages_at(self, positions: Collection[int], among: set[int]) -> dict[int, int]:
-        """Position → number of a storage, for those of the results at these positions that lie in a storage of
-        `among`."""
+        """Position → number of a storage, for the results at these positions that lie in a storage of `among`."""
         nodes = ((position, self.results[position]) for position in positions)
         found = ((at, self.storages.of.get(node, ())) for at, node in nodes if isinstance(node, fx.Node))
         return {at: index for at, indices in found for index in indices if index in among}
@@ -205,8 +203,7 @@ class _Pricer:
         return found - self.kept - self.resident
 
     def add_end(self, name: str, storages: set[int]) -> None:
-        """Append an op that reads these storages, so that they live until it runs; no op where none of them is
-        listed."""
+        """Append an op that reads these storages, so that they live until then; no op where none is listed."""
         if reads := tuple(self.number[index] for index in sorted(storages) if index in self.number):
             self.append(Op(name, 0.0, reads, (), recomputable=False))
 
@@ -295,8 +292,7 @@ class _Pricer:
         return self.number[index]
 
     def value_of(self, index: int) -> str:
-        """The name of the node whose tensor fills a storage: its maker or an element of its results; "" if there is
-        none."""
+        """The name of the node whose tensor fills a storage: its maker or an element of its results; "" if none."""
         maker = self.storages.blocks[index].maker
         if is_tangent(maker):
             return ""
@@ -314,8 +310,7 @@ class _Pricer:
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
 
     def add_return(self) -> None:
-        """Append the op that holds the released results (`GraphUse.released`) until the end of the forward, where there
-        are any."""
+        """Append the op that holds the released results (`GraphUse.released`) until the end of the forward, if any."""
         nodes = (self.results[position] for position in self.use.released)
         held = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         if reads := tuple(self.number[index] for index in sorted(held - self.resident - self.kept)):

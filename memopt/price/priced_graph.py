@@ -204,8 +204,7 @@ class PassedOn:
 
 @dataclass(frozen=True)
 class PricedParameterStep:
-    """The optimizer's step of one parameter within the backward, as an op of the problem that corresponds to no
-    node."""
+    """The optimizer's step of one parameter within the backward, as an op of the problem without a node."""
 
     number: int
     """The number of the parameter among the graph's inputs."""
@@ -238,8 +237,8 @@ class PricedGraph:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """How a step uses a joint graph's inputs and results; by default the graph is the whole step, and all results stay
-    to its end."""
+    """How a step uses a joint graph's inputs and results; by default the graph is the whole step, and results stay to
+    its end."""
 
     accumulated: Collection[int] = ()
     """Positions, among all results, of the gradients that are added to an existing `.grad` as soon as they are made."""
@@ -275,8 +274,7 @@ ALONE = GraphUse()
 
 
 def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]) -> PricedGraph:
-    """The priced region `number` of a call, with the bytes that eager code holds before and during its forward and
-    backward.
+    """The priced region `number` of a call, with the bytes of eager code before and during its forward and backward.
 
     What eager code holds at most before the forward or the backward becomes the workspace of an extra op; what it holds
     while one of them runs, a storage of that lifetime. After the last region's forward, an extra storage stands for
