@@ -93,7 +93,7 @@ class OptimizerCopy:
         return same
 
     def __call__(self, value: Any) -> Any:
-        """The copy of any value; the value itself where it cannot change, or nothing is known of it."""
+        """The copy of any value; the value itself where it cannot change, or its kind is not known."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if value is None or isinstance(value, _WHOLE):
@@ -153,7 +153,7 @@ class OptimizerCopy:
         return same
 
     def _key(self, key: Any) -> Any:
-        """The copy of a dictionary's key: for the `id` of a parameter that of its stand-in."""
+        """The copy of a dictionary's key; for the `id` of a parameter, the `id` of its stand-in."""
         return id(self.fakes[key]) if type(key) is int and key in self.fakes else self(key)
 
     def _fixed(self, value: Any) -> Any:

@@ -141,7 +141,7 @@ class _Kernel:
 
     @classmethod
     def of(cls, call: OpCall, args: Any, kwargs: Any, found: Any) -> _Kernel:
-        """The kernel of a call with these arguments, which have no memory, and these results."""
+        """The kernel of `call`, with its arguments without memory (`args`, `kwargs`) and its results (`found`)."""
         given = list(tensors_in((args, list(kwargs.values()))))
         leaves, structure = tree_flatten(found)
         positions = {id(tensor): _Given(position) for position, tensor in enumerate(given)}

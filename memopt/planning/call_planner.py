@@ -222,7 +222,7 @@ class CallPlanner:
             return None
         if not captured.whole:
             raise CaptureError(
-                f"mesh needs a forward that is one graph; this one breaks, since {captured.break_reason}"
+                f"mesh needs a forward that is one graph; this one breaks, since {captured.break_reason}; give no mesh"
             )
         return ShardedCall.of(self.terms.sharding, captured.runs[0].parameter_ids)
 

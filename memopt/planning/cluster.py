@@ -50,15 +50,15 @@ class ClusterOptions:
         notes = [
             f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} "
             "while the block before computes, and freed after it unless the plan keeps them; those outside of blocks "
-            "are one group and stay; gradients are reduced in float32 when a block's backward is done; shards keep the "
-            "parameters' dtype",
+            "are one group and stay gathered; gradients are reduced in float32 when a block's backward is done; shards "
+            "keep the parameters' dtype",
             f"{joined.name}, {joined.cards_per_node} cards in a node: {rates}",
             "NCCL's buffers, which torch's allocator does not hold, are not counted",
         ]
         if mesh.tp > 1:
             notes.append(
                 f"each of the {mesh.tp} cards of a 'tp' group has a part of the heads and of the widths of layers, "
-                "and between layers a part of the sequence; compute waits for what they exchange"
+                "and between layers a part of the sequence; compute waits for the exchanges"
             )
         return tuple(notes)
 

@@ -96,8 +96,8 @@ def _row(times: _GroupTimes) -> tuple[str, int, float, float, float, float]:
 
 
 def _forward(root: _GroupTimes, blocks: Sequence[_GroupTimes]) -> Seconds:
-    """The forward: the root's parameters and the first block's are waited for, those of every other block are gathered
-    while the block before it computes."""
+    """Seconds of the forward: the root's parameters and the first block's are waited for, those of every other block
+    are gathered while the block before it computes."""
     total: Seconds = Counter({GATHER: root.gather + (blocks[0].gather if blocks else 0.0)})
     following = [block.gather for block in blocks[1:]] + [0.0]
     for block, gather in zip(blocks, following, strict=True):
@@ -106,9 +106,8 @@ def _forward(root: _GroupTimes, blocks: Sequence[_GroupTimes]) -> Seconds:
 
 
 def _backward(root: _GroupTimes, blocks: Sequence[_GroupTimes], freed: Sequence[_GroupTimes]) -> Seconds:
-    """The backward: while a block computes, the next one's parameters are gathered if it is one of `freed`, and the
-    gradients of the one before are reduced; those of the first block and of the root's parameters are reduced at the
-    end."""
+    """Seconds of the backward: while a block computes, the next one's parameters are gathered if it is in `freed`, and
+    the gradients of the one before are reduced; those of the first block and of the root are reduced at the end."""
     order = list(reversed(blocks))
     gathers = [block.gather if block in freed else 0.0 for block in order] + [0.0]
     total = _beside(root.backward, gather=gathers[0])

@@ -134,7 +134,7 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
 def _schedule(joined: Joined, before: Joined, schedule: Schedule, known: Sequence[int | None]) -> Schedule:
     """The evaluations of all forwards in order, then of all backwards from the last to the first. A region evaluates
     its operators in the order in which `schedule` evaluates those of the region of `before` that `known` gives for it;
-    each once, in program order, where there is none or its operators differ."""
+    where `known` gives none, or one with other operators, each once in program order."""
     parts = _parts(before, schedule)
     forwards: list[int] = []
     backwards: list[list[int]] = []

@@ -208,7 +208,7 @@ def solve_stepping(
 def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
     """The schedule with the optimizer's step of each parameter right after the last evaluation that reads the parameter
     or its gradient, which is where the emitted code has it. Also returns the numbers of the inputs whose step must wait
-    for the end of the backward, because no such position is valid; with any, the schedule is returned unchanged."""
+    for the end of the backward, as no such position is valid; if there are any, the schedule is returned unchanged."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:

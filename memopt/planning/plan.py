@@ -197,8 +197,7 @@ class Plan(PlanViews):
         """The graphs of each stage, one module per region; their `print_readable` shows code.
 
         "captured" and "scheduled" are joint graphs. Where passes ran, "operators" and "rewritten" are the operator
-        graphs before and after them, of the regions that have one. Raises `ValueError` for a plan loaded from a
-        file."""
+        graphs before and after them, of the regions that have one. Raises `ValueError` for a plan from a file."""
         return stage_graphs(self._source().priced.traced, self.regions)
 
     @overload

@@ -67,7 +67,7 @@ class Situation:
 
     @property
     def alone(self) -> Situation:
-        """The situation with nothing beside the step: no other forwards, none to come, and nothing elsewhere."""
+        """The situation without what lies beside the step, equal for situations that differ in these bytes alone."""
         return replace(self, other_forwards=0, to_come=0, meanwhile=None, elsewhere=None)
 
 
