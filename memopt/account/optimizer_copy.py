@@ -189,8 +189,8 @@ class OptimizerCopy:
         return same
 
     def _function(self, value: Any) -> Any:
-        """The copy of a method, bound to the copy of its object, of a `partial`, or of a function, with copies of what
-        it closes over. A function that closes over nothing of the kinds that are copied is returned itself."""
+        """The copy of a method (bound to the copy of its object), of a `partial`, or of a function (with copies of what
+        it closes over). A function that closes over nothing of the kinds that are copied is returned itself."""
         if isinstance(value, types.MethodType):
             return types.MethodType(self(value.__func__), self(value.__self__))
         if isinstance(value, partial):

@@ -188,7 +188,7 @@ def _count_on_fakes(
         raise
     except DEPENDS_ON_VALUES:
         raise ValueIsRead from None
-    except Exception:  # whatever it is, the real call will say it, or the call can be planned nevertheless
+    except Exception:  # of any kind: the real call raises it, or the call can be planned nevertheless
         return None
     finally:
         torch.clear_autocast_cache()
@@ -219,7 +219,7 @@ def count_on_values(
             return _count_once(model, run, call, card, most_bytes, graph=graph, checkpoints=checkpoints)
         except WorkspaceUnknown as raised:
             (unknown,) = raised.args
-        except Exception:  # whatever it is, the real call will say it
+        except Exception:  # of any kind: the real call raises it
             return None
         finally:
             torch.clear_autocast_cache()

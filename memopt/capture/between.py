@@ -189,7 +189,7 @@ class _StandIn(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.between, ctx.number = between, number
-        # A plan counts a region's inputs as held until its backward; so do those that eager code made.
+        # A plan counts a region's inputs as held until its backward: those that eager code made are kept alive here.
         ctx.held = [argument for argument in arguments if between.has_counted(argument)]
         # Leaves that are not passed on get no gradient here: the plan of the region counts it.
         with between.planned():

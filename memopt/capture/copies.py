@@ -154,7 +154,7 @@ class _Copier:
         self.copies[node] = copy
         if mine is not None:
             number = self.of.runs[mine.run].standing[mine.block]
-            if mine.block in (TEMPLATE, TEMPLATE + 1):  # it may be a view of a value of the next block
+            if mine.block in (TEMPLATE, TEMPLATE + 1):  # it may be a view of a neighbour's value
                 copy.meta["val"] = self._value(node.meta.get("val"), mine, number)
             self.blocks[mine.of_block(number)] = copy
 

@@ -120,7 +120,7 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
     tried if a schedule with ordinary ones does not fit, or adds time.
 
     Raises `BudgetError` where no schedule fits."""
-    if not request.account.caching and not joined.steps:  # there is no allocator that decides, and no step to place
+    if not request.account.caching and not joined.steps:  # no allocator to replay, and no step to place
         if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:
             raise request.refusal(joined)
         return joined, solve(joined, request), without_allocator(request.account)
