@@ -274,7 +274,8 @@ def _is_gradient(result: object) -> bool:
 
 
 def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
-    """The canonical form of a graph as torch traced it. Raises `CaptureError` for one that lacks facts about a call."""
+    """The canonical form of a graph as torch traced it. Raises `CaptureError` where a node lacks metadata that planning
+    needs."""
     try:
         return CANONICAL(traced)
     except PassError as error:

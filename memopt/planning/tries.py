@@ -44,7 +44,7 @@ class Tries:
         return True
 
     def can(self, way: str, traces: float, step: Priced) -> bool:
-        """As `allow`, without subtracting the work from what is left."""
+        """As `allow`, except that no work is subtracted from what is left."""
         possible = traces * nodes_of(step) <= self.left
         self.untried += [] if possible else [way]
         return possible
