@@ -20,13 +20,12 @@ from memopt.training_state import undo_bytes
 # Bytes for scalars and small constants that torch holds beside the graph's tensors.
 BOOKKEEPING_BYTES = 16 * 1024
 _COPIES = 2
-"""Copies of small buffers that lie on a GPU: one of each call, and one of `TrainStep`."""
+"""The copies of small buffers on a GPU that undo a failed step: one made by each call, one by `TrainStep`."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """The bytes that every schedule of a step holds, row by row, and those that the optimizer adds after the
-    backward."""
+    """The bytes that every schedule of a step holds, row by row, and those that the optimizer adds afterwards."""
 
     parameters: int
     buffers: int
@@ -121,8 +120,7 @@ class Account:
         return self.context + self.fragmentation
 
     def optimizer_step_bytes(self, outputs: int) -> int:
-        """The peak in bytes of `optimizer.step()` while the caller still holds the inputs, and outputs of `outputs`
-        bytes."""
+        """The peak in bytes of `optimizer.step()` while the caller holds the inputs, and outputs of `outputs` bytes."""
         left = self.gradients - self.into_buckets
         resident = replace(
             self, gradients=left, gradients_held=True, lowering=0, gathered=0, kept=0, exchange=0
@@ -220,6 +218,6 @@ def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int
         if has_no_storage(tensor):
             sizes[id(tensor)] = tensor.nbytes
         else:
-            # The memory of a parameter that lies on the host meanwhile is counted as if it were there.
+            # A parameter that lies on the host now has an empty storage; it counts as if on the device.
             sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes() or tensor.nbytes
     return sum([-(-nbytes // block_bytes) * block_bytes for nbytes in sizes.values()])

@@ -16,7 +16,7 @@ from memopt.solver.simulator import lifetimes
 
 
 def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
-    """The allocations and frees of a step, as from `step_calls`, for each way in which the caller may treat the
+    """The allocations and frees of a step, as `step_calls` returns them, for each way in which the caller may treat the
     forward's results: holding them until the optimizer has stepped, or dropping them before the backward, as
     `model(**batch).loss.backward()` drops all but the loss. Earlier frees leave other gaps, so a step may run out of
     memory in one way and not in the other. Results of up to `SMALL_BYTES` are in segments of their own: if all results
@@ -70,8 +70,7 @@ def _with_kept(problem: RematProblem, *, without: frozenset[int]) -> RematProble
 
 def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[Offload, ...], int]:
     """The evaluations that emitted code runs (see `_read`), the offloads with positions among these evaluations, and
-    the position of the forward's last one. A schedule has further evaluations only because it evaluates every
-    operator."""
+    the position of the forward's last one. A schedule has others only because it evaluates every operator."""
     read = _read(problem, schedule)
     first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
     forward_end = max((first[index] for index in range(problem.forward_ops)), default=0)
@@ -125,7 +124,7 @@ def _renumbered(problem: RematProblem, op: Op, versions: Mapping[int, int], unus
     return found
 
 
-# The first step makes the optimizer's state, in the gaps that it left. Which blocks are cut changes for some more.
+# The most steps that are replayed: the first allocates the optimizer's state in gaps, so that others differ from it.
 _STEPS = 8
 
 
@@ -148,8 +147,7 @@ class StepBlocks:
 
 @dataclass(frozen=True)
 class AllocatorPeaks:
-    """The most bytes that the allocator has allocated at once, rounded up to blocks, and the most that it has
-    reserved."""
+    """The most bytes that the allocator allocates at once, rounded up to blocks, and the most that it reserves."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -197,8 +195,7 @@ def replay(
 
 @dataclass(frozen=True)
 class Spare:
-    """A safety margin for memory that no replay shows: the fraction `share / whole` of the allocator's limit, which
-    stays free."""
+    """A safety margin for memory that no replay shows: this fraction of the allocator's limit stays free."""
 
     share: int
     whole: int = 1000

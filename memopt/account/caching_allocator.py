@@ -31,7 +31,7 @@ def rounded_bytes(nbytes: int) -> int:
 
 
 class CardFullError(MemoryError):
-    """Raised where the allocator needs more than its limit, even after it has returned what it could."""
+    """Raised where the allocator needs more than its limit, even after it has returned free memory to the card."""
 
 
 class _Addresses:
@@ -46,7 +46,7 @@ class _Addresses:
     def __init__(self, *, rising: bool) -> None:
         self._rising = rising
         self._holes: list[tuple[int, int]] = []
-        """Bytes and address, by bytes."""
+        """(bytes, address) of each hole, ascending."""
         self._hole_bytes: dict[int, int] = {}
         """Bytes of each hole, by address."""
         self._hole_before: dict[int, int] = {}
@@ -54,13 +54,13 @@ class _Addresses:
         self._starts: list[int] = []
         """The addresses of ranges, ascending."""
         self._ranges: dict[int, list[int]] = {}
-        """Bytes, and those in use, by address."""
+        """By the address of a range: its bytes, and those that segments use."""
         self._free: list[tuple[int, int]] = [(0, _ABOVE)]
-        """The places for new ranges, as address and end, ascending."""
+        """The places for new ranges, each as (address, end), ascending."""
 
     def occupy(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Take the windows in which segments lie, given as address and bytes in ascending order. What the segments
-        leave of them are holes. Windows that follow each other are taken for one range."""
+        """Take the windows in which segments lie, given as address and bytes in ascending order. The rest of these
+        windows are holes; adjacent windows form one range."""
         end: int | None = None
         begin = 0
         for address, nbytes in segments:
@@ -101,7 +101,7 @@ class _Addresses:
         return self._starts[-1] + self._ranges[self._starts[-1]][0] if self._starts else _ABOVE
 
     def _highest(self, nbytes: int) -> int:
-        """The highest free place of a new range, which is taken."""
+        """The highest free address for a new range of `nbytes`, which is taken from the free places."""
         at = next(at for at in reversed(range(len(self._free))) if self._free[at][1] - self._free[at][0] >= nbytes)
         start, end = self._free.pop(at)
         if start < end - nbytes:
@@ -146,7 +146,7 @@ class _Addresses:
             self._hole_before[address + nbytes] = address
 
     def _fill_hole(self, address: int) -> int:
-        """Take a hole away; returns its bytes."""
+        """Remove a hole; returns its bytes."""
         nbytes = self._hole_bytes.pop(address)
         del self._hole_before[address + nbytes]
         self._holes.pop(bisect_left(self._holes, (nbytes, address)))
@@ -165,7 +165,7 @@ class _Block:
 
     @property
     def room(self) -> int:
-        """Its bytes, and those it could have by mapping the unmapped block behind it."""
+        """Its bytes, plus those of the unmapped block behind it, if there is one."""
         follows = self.after
         return self.size + (follows.size if follows is not None and not follows.mapped else 0)
 
@@ -238,7 +238,7 @@ class CachingAllocator:
         return ((block.address, block.size, block.free) for block in self._blocks.values() if block.mapped)
 
     def _restore(self, state: CardState) -> dict[bool, _Block]:
-        """Hold the segments of a state; return the last block of the expandable one of each pool."""
+        """Add the segments of a state; return, by pool (True: small), the last block of its expandable segment."""
         last: dict[bool, _Block] = {}
         self._addresses.occupy((_ABOVE + one.address, one.nbytes) for one in state.segments if one.address is not None)
         for segment in state.segments:
@@ -256,7 +256,7 @@ class CachingAllocator:
         return last
 
     def _restore_segment(self, segment: HeldSegment, before: _Block | None) -> _Block:
-        """Hold a segment, behind the block `before` of the same expandable one; return its last block."""
+        """Add a segment, after the last block `before` of the same expandable one, if any; return its last block."""
         expandable = segment.expandable
         if before is not None:
             address = before.address + before.size
@@ -293,7 +293,7 @@ class CachingAllocator:
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         """Take the smallest free block that is large enough from the free list, the first in memory of several. With
-        expandable segments, go on to the next larger ones while each has less `room`. None where no block is large
+        expandable segments, go on to the next larger ones while each has less `room`. None if no block is large
         enough."""
         free = self._free[small]
         at = bisect_left(free, (size, 0))
@@ -361,8 +361,7 @@ class CachingAllocator:
         return start if room >= size else None
 
     def _map_pages(self, block: _Block, size: int) -> _Block:
-        """Map the pages at the start of an unmapped block that hold `size` bytes; return the free block that has
-        them."""
+        """Map the pages at the start of an unmapped block that hold `size` bytes; return the free block with them."""
         mapped = min(_whole_pages(size, block.small), block.size)
         self._unmapped[block.small].remove(block.address)
         block.mapped = True
@@ -416,8 +415,7 @@ class CachingAllocator:
         return rest
 
     def _join(self, block: _Block) -> _Block:
-        """Join the block with the free blocks on both sides that are mapped, or not mapped, as it is; return the
-        result."""
+        """Join the block with free neighbours, where both are mapped or both unmapped; return the result."""
         for other in (block.before, block.after):
             if other is None or not other.free or other.mapped != block.mapped:
                 continue

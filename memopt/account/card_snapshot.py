@@ -111,7 +111,7 @@ def state_of(
             blocks.append((kind, block["size"]))
         small, expandable = segment["segment_type"] == "small", segment["is_expandable"]
         if all(kind == "free" for kind, _ in blocks):
-            continue  # given back to the card before it is full
+            continue  # torch returns it before the card is full
         gap = segment["address"] - ends[small] if expandable and small in ends else 0
         if expandable:
             ends[small] = segment["address"] + segment["total_size"]
@@ -128,9 +128,8 @@ def state_of(
 
 
 def _near(segments: Sequence[HeldSegment]) -> tuple[HeldSegment, ...]:
-    """The segments with their addresses counted from the window in which the lowest begins. Where there are windows
-    between two segments in which nothing lies, one of them is left. So the result is the same in every process that
-    makes the same allocations."""
+    """The segments with their addresses counted from the window in which the lowest begins. Of several empty windows
+    between two segments, one is kept. So the result is the same in every process that makes the same allocations."""
     placed: list[HeldSegment] = []
     end = shift = 0
     for segment in segments:

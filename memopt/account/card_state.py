@@ -1,5 +1,4 @@
-"""The blocks that torch's CUDA allocator holds when a step is planned, in numbers: a replay of the step begins with
-them."""
+"""The blocks that torch's CUDA allocator holds when a step is planned: a replay of the step begins with them."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ a workspace that cuBLAS keeps; all else."""
 
 @dataclass(frozen=True)
 class HeldSegment:
-    """A segment of the allocator, or a mapped part of an expandable one: kind ("free", …) and bytes of each block in
-    it."""
+    """A segment of the allocator, or a mapped part of an expandable one: kind ("free", …) and bytes of each block."""
 
     small: bool
     """Whether it belongs to the pool for blocks of up to 1 MB."""
@@ -46,11 +44,9 @@ class HeldSegment:
 
 @dataclass(frozen=True)
 class CardState:
-    """The segments and blocks that torch's allocator holds in a process, by address; empty in a process that just
-    began.
+    """The segments and blocks that torch's allocator holds in a process, by address; empty in a new process.
 
-    Segments that are entirely free are not included: the allocator returns them to the card before it runs out of
-    memory."""
+    Entirely free segments are not included: the allocator returns them to the card before it runs out of memory."""
 
     segments: tuple[HeldSegment, ...] = ()
     given_bytes: int = 0

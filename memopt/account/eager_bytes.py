@@ -46,8 +46,7 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 
 class AllocationLimit:
-    """An upper bound on the bytes that the tensors of this process hold, which takes a hundredth of the time of
-    `allocated_bytes`.
+    """An upper bound on the bytes that the tensors of this process hold, read 100 times faster than `allocated_bytes`.
 
     The first reading asks `malloc` how much it can allocate before it maps more memory. Later the process cannot have
     allocated more than that plus what it has mapped since. Shared memory, which `malloc` does not know, counts with its
@@ -161,14 +160,14 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self.kernels.add(schema_of(func).name)
         self._calls_left -= 1
         if self._calls_left < 0:
-            raise ValueIsRead("the model's code has a loop whose end depends on the value of a tensor")
+            raise ValueIsRead("a loop in its code ends only when a tensor has a certain value")
         self.left_out |= makes_unknown_bytes(func)
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
             if not self._stand_ins:
                 raise ValueIsRead
             return _stand_in_number(given[0])
-        alone = func.namespace != "c10d"  # other ranks do not take part
+        alone = func.namespace != "c10d"  # a collective on real values would wait for other ranks
         if given and alone and all(map(_is_real_number, given)) and not _names_other_device((*args, *kwargs.values())):
             return _run_real(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -190,7 +189,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         if next(tensors_in(result), None) is None:
             return 0
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
-        if any(map(special_kind, tensors)):  # no rule is known: its kernels convert such operands, and copy others
+        if any(map(special_kind, tensors)):  # no rule is known: kernels convert such operands, and copy others
             copied = [one for one in tensors if special_kind(one) or not one.is_contiguous()]
             return sum({storage: storage.nbytes() for tensor in copied for storage in storages_of(tensor)}.values())
         call = describe(func, args, kwargs, result)
@@ -228,7 +227,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._unmeasured: dict[OpCall, int] = {}
         """The calls that are left to `measure`, with the most bytes that were alive while they ran."""
         self._runs: dict[OpCall, tuple[int, OpCall | None]] = {}
-        """For each call, which it has here without results: the bytes of these, and the call with them."""
+        """By a call without its results: the bytes of its results, and the call with them (None where unknown)."""
         self._metered: int | None = None
         """The workspace bytes of the operator that has just run, where they were metered."""
         self.depends_on_values = False

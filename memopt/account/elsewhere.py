@@ -21,7 +21,7 @@ from memopt.meter import blocks_of, largest_at
 from memopt.units import size
 
 _STEPS = 128
-"""Plans that make room for more bytes elsewhere do so in steps of one part in this many of the budget."""
+"""`in_steps` rounds bytes up to multiples of the budget divided by this."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Elsewhere:
     optimizers: tuple[LiveOptimizer, ...] = field(default=(), compare=False)
     """The optimizers that step parameters of the model."""
     parameters: int = field(default=0, compare=False)
-    """The bytes of parameters among `other`, as those of a teacher are."""
+    """The bytes of parameters among `other`, such as a teacher's."""
     looked: bool = field(default=False, compare=False)
-    """Whether a walk found the bytes; else they are those that the user gave, or a limit."""
+    """Whether a search found the bytes; else they are those that the user gave, or a limit."""
 
     def beside(self, account: Account) -> int:
         """The bytes found on the device that are no part of a step with this account: tensors of other code (`other`),
@@ -64,7 +64,7 @@ def look(
     buckets: frozenset[int] = frozenset(),
     libraries: int = 0,
 ) -> Elsewhere:
-    """Search a device for tensors that are not those of a model, its gradients, its optimizers' state and its current
+    """Search a device for tensors other than those of a model, its gradients, its optimizers' state and its current
     call.
 
     The first search goes through all of Python's objects, in about 0.2 seconds for half a million of them
@@ -110,7 +110,7 @@ def look(
     other += others_bytes
     if device_of(device).caching:
         in_buckets = sum(nbytes for address, nbytes in own_blocks.items() if address in buckets)
-        bucket_rest = max(0, bucket_bytes - in_buckets)  # which gradients are no views of
+        bucket_rest = max(0, bucket_bytes - in_buckets)  # the part of which no gradient is a view
         known = sum(own_blocks.values()) + sum(state.values()) + waiting_bytes + bucket_rest
         other = max(other, (allocated_bytes(device) or 0) - known - libraries)
     largest = _in_words(tensors, beside, device)
@@ -132,8 +132,7 @@ def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device
 
 
 def in_steps(nbytes: int, budget_bytes: int) -> int:
-    """`nbytes` rounded up to a multiple of a small fraction of the budget, so that plans depend on few distinct
-    values."""
+    """`nbytes` rounded up to a multiple of a small part of the budget, so that plans depend on few distinct values."""
     step = max(1, budget_bytes // _STEPS)
     return -(-nbytes // step) * step
 

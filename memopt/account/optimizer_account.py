@@ -34,7 +34,7 @@ _LATE_STEP = 1000
 _MOST_CALLS = 5000
 """The operators that three steps run for each parameter at most."""
 _COPIES, _LARGEST = 2, 4
-"""The guess for what cannot be tried: fp32 copies of a parameter in the state, and of the largest one in a step."""
+"""Where no step can be tried: fp32 copies of each parameter as state, and of the largest one as temporaries."""
 
 _SINGLY = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SGD)
 
@@ -98,8 +98,8 @@ def optimizer_account(
 def _account_of_class(
     optimizer: OptimizerLike, layouts: Sequence[Layout], device_type: str, threads: int
 ) -> OptimizerAccount:
-    """The account of a class, kept by the arguments since a plan asks for it several times. `threads` is the
-    number of torch's threads, since kernels of the CPU take a workspace for each."""
+    """The account of a class, cached since planning asks for it several times. `threads` is the number of torch's
+    threads, for each of which kernels of the CPU take a workspace."""
     return _account_of(optimizer, [on_meta(*layout) for layout in layouts], device_type)
 
 
@@ -130,15 +130,14 @@ def _account_of(
         temporaries + SCALARS,
         f"{name} (guessed)",
         guess=(
-            f"memopt could not try a step of {name} without values ({why}), so its memory is guessed, rather too much "
-            "than too little; to count your own figure, give optimizer=None and a budget less that figure"
+            f"memopt could not try a step of {name} without values ({why}), so its memory is an upper guess; if you "
+            "know it, give optimizer=None and a budget smaller by that much"
         ),
     )
 
 
 def takes_singly(optimizer: OptimizerLike) -> bool:
-    """Whether `optimizer` is, or names, a class of torch that makes each parameter's state and steps it without the
-    others."""
+    """Whether `optimizer` is, or names, a class of torch that makes each parameter's state and steps it alone."""
     names = [single.__name__.lower() for single in _SINGLY]
     return optimizer.lower() in names if isinstance(optimizer, str) else optimizer in _SINGLY
 
@@ -160,7 +159,7 @@ def _one_by_one(optimizer: OptimizerLike, trained: list[torch.Tensor]) -> Optimi
     for one, following in sorted(pairs, key=most.__getitem__, reverse=True):
         if most[one, following] <= temporaries:
             break
-        both = _tried(optimizer, [on_meta(*one), on_meta(*following)], HOST.type, home="meta")  # two, also if alike
+        both = _tried(optimizer, [on_meta(*one), on_meta(*following)], HOST.type, home="meta")  # also if alike
         temporaries = max(temporaries, both.step_temporary_bytes)
     return OptimizerAccount(sum(singly[kind].state_bytes for kind in kinds), temporaries, singly[kinds[0]].name)
 
@@ -223,8 +222,8 @@ def _tried(
             return OptimizerAccount(count.live_bytes if isinstance(optimizer, Optimizer) else 0, 0, name)
         _run_steps(on_fakes, count, name)
         stepped = parameters_of(on_fakes)
-        moved = count.bytes_among([parameter.data for parameter in stepped])  # in place of memory that they had before
-        made = count.bytes_among([parameter.grad for parameter in stepped])  # for parameters that had none
+        moved = count.bytes_among([parameter.data for parameter in stepped])  # replaces their old memory
+        made = count.bytes_among([parameter.grad for parameter in stepped])  # gradients that it made
         temporaries = max(0, count.peak_bytes - count.live_bytes) + made + SCALARS
         name = f"{name} ({_way(count.kernels)})"
         held = dict.fromkeys([*state_tensors(on_fakes), *held_tensors(on_fakes)])
@@ -234,8 +233,7 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for an optimizer that evaluates the model many times (LBFGS) or takes sparse gradients
-    (SparseAdam)."""
+    """Raise `ValueError` for one that evaluates the model many times (LBFGS) or takes sparse gradients (SparseAdam)."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

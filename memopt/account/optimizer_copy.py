@@ -25,10 +25,10 @@ T = TypeVar("T")
 _HEAP_TYPE = 1 << 9
 """The flag of classes that are written in Python."""
 _MOST = 100_000
-"""The number of objects that are copied; what lies beyond is shared."""
+"""The most objects that are copied; further ones are shared."""
 _EMPTY: dict[str, Callable[[], Any]] = {"param_groups": list, "state": partial(defaultdict, dict)}
 _LEFT_OUT = ("asyncio", "concurrent", "logging", "multiprocessing", "threading")
-"""Modules whose objects are shared."""
+"""Modules whose objects are shared, not copied."""
 _CODE = (types.FunctionType, types.MethodType, partial)
 _WHOLE = (type, Enum, types.ModuleType, torch.dtype, torch.device, torch.Size, str, bytes, int, float, complex, bool)
 
@@ -93,7 +93,7 @@ class OptimizerCopy:
         return same
 
     def __call__(self, value: Any) -> Any:
-        """The copy of any value; the value itself where it cannot change, or nothing is known of it."""
+        """The copy of any value; the value itself where it cannot change, or its kind is not known."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         if value is None or isinstance(value, _WHOLE):
@@ -112,7 +112,7 @@ class OptimizerCopy:
 
     def _note(self, value: Any, same: Any) -> Any:
         self._copies[id(value)] = same
-        self._copies[id(same)] = same  # what is copied already
+        self._copies[id(same)] = same  # a copy is not copied again
         self._seen += [value, same]
         return same
 
@@ -153,7 +153,7 @@ class OptimizerCopy:
         return same
 
     def _key(self, key: Any) -> Any:
-        """The copy of a dictionary's key: for the `id` of a parameter that of its stand-in."""
+        """The copy of a dictionary's key; for the `id` of a parameter, the `id` of its stand-in."""
         return id(self.fakes[key]) if type(key) is int and key in self.fakes else self(key)
 
     def _fixed(self, value: Any) -> Any:
@@ -189,8 +189,8 @@ class OptimizerCopy:
         return same
 
     def _function(self, value: Any) -> Any:
-        """The copy of a method, bound to the copy of its object, of a `partial`, or of a function, with copies of what
-        it closes over. A function that closes over nothing of the kinds that are copied is returned itself."""
+        """The copy of a method (bound to the copy of its object), of a `partial`, or of a function (with copies of what
+        it closes over). A function that closes over nothing of the kinds that are copied is returned itself."""
         if isinstance(value, types.MethodType):
             return types.MethodType(self(value.__func__), self(value.__self__))
         if isinstance(value, partial):

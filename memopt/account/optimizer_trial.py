@@ -1,4 +1,4 @@
-"""What an optimizer holds: found by steps of a copy on small tensors, or in the state that it has already."""
+"""Optimizers over fake parameters, whose steps can be tried; and facts about optimizers that exist already."""
 
 from __future__ import annotations
 
@@ -121,8 +121,7 @@ def on_meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> 
 
 
 def _fake(parameter: torch.Tensor, device: torch.device, *, gradient: bool = True) -> torch.nn.Parameter:
-    """A parameter of the same shape, strides and dtype, with a gradient or without; of a sharded one the part on this
-    rank."""
+    """A parameter of the same shape, strides and dtype, with `gradient` if set; of a sharded one this rank's part."""
     shard = shard_of(parameter)
     fake = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=device)
     standing_in = torch.nn.Parameter(fake)
@@ -193,7 +192,7 @@ def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _same_tensors(value: Any) -> Any:
-    """New containers around the same tensors."""
+    """A copy of nested containers with the same tensor objects."""
     return tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf), value)
 
 

@@ -39,14 +39,14 @@ from memopt.device.workspace import call_workspace_bytes
 from memopt.training_state import undone, undone_but_parameters, values_restored
 
 READS_MARGIN = 4
-"""A step is counted without computing it where the code reads values, such as whether a mask is of any use, only if
-this many times as much would fit."""
+"""Where the code reads values, such as whether a mask is all true, a step is counted without computing it only if this
+many times its peak would fit."""
 LEFT_OUT_MARGIN = 2
 """A step with kernels that make more bytes than their fake results have, such as those of recurrent layers, is counted
 on values only if this many times what is known of it would fit: one such kernel may hold more than all that is left."""
 
 _MOST_RUNS = 24
-"""A step is counted on values up to this often, once more for each kernel that was to be measured first."""
+"""The most runs of a step that is counted on values: one, and one more for each kernel that must be measured first."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _count_uncomputed(
         if count.reads and any(tensor.is_meta for tensor in tensors_in(call)):
             return None
         raise
-    except Exception:  # whatever it is, fakes may do
+    except Exception:  # of any kind: fakes may work
         return None
     finally:
         torch.clear_autocast_cache()
@@ -188,7 +188,7 @@ def _count_on_fakes(
         raise
     except DEPENDS_ON_VALUES:
         raise ValueIsRead from None
-    except Exception:  # whatever it is, the real call will say it, or the call can be planned nevertheless
+    except Exception:  # of any kind: the real call raises it, or the call can be planned nevertheless
         return None
     finally:
         torch.clear_autocast_cache()
@@ -219,7 +219,7 @@ def count_on_values(
             return _count_once(model, run, call, card, most_bytes, graph=graph, checkpoints=checkpoints)
         except WorkspaceUnknown as raised:
             (unknown,) = raised.args
-        except Exception:  # whatever it is, the real call will say it
+        except Exception:  # of any kind: the real call raises it
             return None
         finally:
             torch.clear_autocast_cache()
@@ -274,8 +274,8 @@ def _counted(
     model's parameters and buffers to what stands for each.
 
     None where no output requires a gradient, and where the backward would change what is not the step's own: a graph
-    that was there before, or leaves that are neither in `own` nor in `inputs`. With `others_too`, such leaves may be
-    there if they have no hooks; with `made_too`, if the forward makes them.
+    that was there before, or leaves that are neither in `own` nor in `inputs`. `others_too` permits such leaves
+    without hooks, `made_too` those that the forward makes.
     """
     tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
     first = next_node_number()
@@ -339,14 +339,14 @@ def _derived(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of torch's own classes, and has values on the CPU or none."""
+    """Whether a tensor is of torch's own classes, and lies on the CPU or on "meta"."""
     own = type(tensor) in (torch.Tensor, nn.Parameter) and not special_kind(tensor)
     return own and (is_on_host(tensor) or tensor.is_meta)
 
 
 def _is_of_a_library(hook: Callable[..., Any]) -> bool:
-    """Whether a forward hook comes with a library that keeps nothing of what its hooks see: that of transformers which
-    has inputs require gradients, under activation checkpointing, or torch's parametrisations."""
+    """Whether a forward hook comes with a library that keeps nothing of what its hooks see: that by which
+    transformers lets inputs require gradients for activation checkpointing, or torch's parametrisations."""
     module = getattr(hook, "__module__", "")
     return module.partition(".")[0] in ("torch", "transformers", "peft")
 

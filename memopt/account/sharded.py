@@ -1,4 +1,4 @@
-"""What one card of a cluster holds under FSDP2: shards of everything, and the groups of parameters that are whole."""
+"""What one card of a cluster holds under FSDP2: shards of everything, and the gathered groups of parameters."""
 
 from __future__ import annotations
 
@@ -99,8 +99,7 @@ class Sharding:
         return max((group.reduced_bytes for group in self.blocks), default=0)
 
     def shards(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors on "meta" with the shapes of one card's shards of the parameters: the first card's, which are the
-        largest."""
+        """Tensors on "meta" with the shapes of the first card's shards of the parameters, which are the largest."""
         return [_shard(parameter, self.cluster.mesh.dp_shard) for parameter in parameters]
 
     def account(

@@ -19,7 +19,7 @@ from memopt.device.op_call import OpCall, TensorSpec, describe, tensors_in
 from memopt.device.workspace import estimate_workspace
 
 _COMPUTED_BYTES = 1024**2
-"""Integers and masks of up to this size are computed, where they follow from such alone."""
+"""Integer tensors and masks of up to this size are computed, if they depend on such tensors alone."""
 
 
 class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
@@ -39,8 +39,8 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._uncomputed: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A leaf tensor with the same layout that is not counted: for small integers and masks a copy (zeros if they
-        are on "meta"), for others a tensor without memory."""
+        """A leaf tensor with the same layout that is not counted: for a small integer tensor or mask a copy (zeros
+        if it is on "meta"), for others a tensor without memory."""
         if _is_known_kind(tensor):
             return protected(torch.zeros_like(tensor, device=HOST) if tensor.is_meta else tensor.clone())
         return self._new(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype)).requires_grad_(tensor.requires_grad)
@@ -116,8 +116,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Given:
-    """A result of an operator that is one of its arguments; `position` counts the tensors among the arguments from
-    0."""
+    """A result of an operator that is one of its arguments: the one at `position` among the tensor arguments."""
 
     position: int
 
@@ -129,20 +128,20 @@ class _Kernel:
     results: tuple[Any, ...]
     """Its results as leaves: `TensorSpec` for a new tensor, `_Given` for an argument, or what is no tensor."""
     structure: Any
-    """How the leaves are nested."""
+    """The nesting of the leaves, for `tree_unflatten`."""
     written: tuple[int, ...]
     """The positions of the tensors among the arguments that it writes to."""
     is_view: bool
     """Whether a result lies in an argument's memory without being the argument."""
     may_be_known: bool
-    """Whether its results are small integers or masks that depend on the arguments alone."""
+    """Whether its results are small tensors of integers or masks that depend on the arguments alone."""
     made_bytes: int
     workspace_bytes: int
     """An upper bound of what the kernel takes for itself."""
 
     @classmethod
     def of(cls, call: OpCall, args: Any, kwargs: Any, found: Any) -> _Kernel:
-        """The kernel of a call with these arguments, which have no memory, and these results."""
+        """The kernel of `call`, with its arguments without memory (`args`, `kwargs`) and its results (`found`)."""
         given = list(tensors_in((args, list(kwargs.values()))))
         leaves, structure = tree_flatten(found)
         positions = {id(tensor): _Given(position) for position, tensor in enumerate(given)}
@@ -180,6 +179,6 @@ def _protected(result: Any) -> Any:
 
 
 def _is_known_kind(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of small integers, or a mask."""
+    """Whether a tensor is small and holds integers or truth values."""
     numbers = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return not numbers and tensor.numel() * tensor.element_size() <= _COMPUTED_BYTES

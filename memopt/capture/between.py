@@ -31,7 +31,7 @@ class EagerCodeBytes:
     during: int = 0
     """Held while the region's forward runs."""
     before_backward: int = 0
-    """The most held between the forward or backward of a region that came last and this run's backward."""
+    """The most held between the previous forward or backward of any region and this run's backward."""
     during_backward: int = 0
     """Held while its backward runs."""
 
@@ -160,8 +160,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         return not value.is_leaf or value in self.gathered
 
     def count(self, tensors: Any) -> None:
-        """Count the storages of these tensors as `LiveBytes` does; inside of a `planned()` block, exclude them
-        instead."""
+        """Count the storages of these tensors as `LiveBytes` does; in a `planned()` block, exclude them instead."""
         if self._planned:
             self.exclude(tensors)
         else:
@@ -190,9 +189,9 @@ class _StandIn(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.between, ctx.number = between, number
-        # A plan takes a region's inputs for there in its backward: what eager code made of them is held until then.
+        # A plan counts a region's inputs as held until its backward: those that eager code made are kept alive here.
         ctx.held = [argument for argument in arguments if between.has_counted(argument)]
-        # Other leaves get no gradient: the regions' plan accounts for it.
+        # Leaves that are not passed on get no gradient here: the plan of the region counts it.
         with between.planned():
             ctx.likes = [
                 (torch.empty_like(argument, device="meta"), argument.device) if between.passes_on(argument) else None

@@ -31,7 +31,7 @@ TEMPLATE = FIRST - 1
 """The number of the block of which the missing ones are copies."""
 _LEAST = FIRST + LAST + 1
 _WINDOW = 6
-"""Repetitions are noticed by this many calls in a row."""
+"""A repetition is found where this many calls in a row recur."""
 _MOST_PERIODS = 12
 _MOST_ELEMENTS = 64
 """Constants of more elements are equal only where they are the same object."""
@@ -109,8 +109,8 @@ class _Finder:
         return node.op, target, argument_kind((node.args, node.kwargs)), value_kind(value)
 
     def _stretches(self) -> Iterator[tuple[int, int, int]]:
-        """The first position in `calls`, the one after the last, and the period of each stretch in which every call is
-        of the same kind as the one a period later."""
+        """Yields start, end (excluded) and period of each stretch of `calls` in which every call is of the same kind as
+        the one that follows it after `period` calls."""
         last: dict[tuple[int, ...], int] = {}
         gaps: Counter[int] = Counter()
         for place in range(len(self.kinds) - _WINDOW):

@@ -37,7 +37,7 @@ _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 def with_copies(standing: Standing, *, marked: bool) -> fx.GraphModule:
     """The joint graph of `standing`, completed with copies of its standing blocks in place of the blocks that were not
-    traced. With `marked`, its nodes keep the names that `traced_from` reads, of what they were traced from."""
+    traced. With `marked`, its nodes keep their marks, from which `traced_from` reads."""
     return _Copier(standing, marked).copied()
 
 
@@ -50,8 +50,7 @@ class _Steps:
 
     @classmethod
     def between(cls, first: list[fx.Node], second: list[fx.Node]) -> _Steps:
-        """The steps between the forwards, or the backwards, of two blocks, of which the first was traced before the
-        second."""
+        """The steps between the forwards, or the backwards, of two blocks, in the order in which they were traced."""
         of_name: dict[str, int] = {}
         for one, other in zip(first, second, strict=True):
             (base, before), (other_base, after) = _parsed(one.name), _parsed(other.name)
@@ -77,8 +76,8 @@ class _Copier:
     blocks."""
     constants: dict[str, Any] = field(default_factory=dict)
     storages: dict[tuple[BlockPlace, int], torch.UntypedStorage] = field(default_factory=dict)
-    """The storages that are made in copies, by the place of the node that makes them and the number of the tensor in
-    its value."""
+    """The storages that copies make, by the place of the node that makes them and the number of the tensor in its
+    value."""
 
     def __post_init__(self) -> None:
         calls = [node for node in self.of.module.graph.nodes if node.op != "output"]
@@ -130,7 +129,7 @@ class _Copier:
         return module
 
     def _keep(self, node: fx.Node) -> None:
-        """Add a node that the joint graph has already."""
+        """Add a node of the joint graph to the new graph."""
         mine = self.of.place.get(node)
 
         def source(read: fx.Node) -> fx.Node:
@@ -149,13 +148,13 @@ class _Copier:
             target = name
             self.constants[name] = attrgetter(node.name)(self.of.joint)
         copy = self._create(node, name, target, source)
-        copy.meta = dict(node.meta)  # the copies of this node need its own
+        copy.meta = dict(node.meta)  # a copy, since `node.meta` is read again for the node's copies
         if "seq_nr" in copy.meta:
             copy.meta["seq_nr"] = self._sequence(node)
         self.copies[node] = copy
         if mine is not None:
             number = self.of.runs[mine.run].standing[mine.block]
-            if mine.block in (TEMPLATE, TEMPLATE + 1):  # views of what the block beside it makes
+            if mine.block in (TEMPLATE, TEMPLATE + 1):  # it may be a view of a neighbour's value
                 copy.meta["val"] = self._value(node.meta.get("val"), mine, number)
             self.blocks[mine.of_block(number)] = copy
 
@@ -224,8 +223,7 @@ class _Copier:
         return meta
 
     def _name(self, name: str, steps: Mapping[str, int] = MappingProxyType({}), times: int = 0) -> str:
-        """The name that a trace of all blocks would give to a node, or to the copy that comes `times` blocks after
-        it."""
+        """The name that a trace of all blocks would give to a node, or to its copy `times` blocks later."""
         base, number = _parsed(name)
         number += self.grown[base] + times * steps.get(base, 0)
         return base.removesuffix("_") if base.endswith("_") and not number else f"{base}{number}"
@@ -246,8 +244,7 @@ class _Copier:
         return found
 
     def _value(self, value: Any, mine: BlockPlace, number: int) -> Any:
-        """The value of the node at the place `mine` as block `number` has it: tensors of the same kind, in that block's
-        memory."""
+        """The value of the node at the place `mine` as block `number` has it: like tensors, in that block's memory."""
         if isinstance(value, torch.Tensor):
             key = id(value), number
             if key not in self.fakes:
@@ -259,8 +256,8 @@ class _Copier:
         return value
 
     def _storage(self, tensor: torch.Tensor, mine: BlockPlace, number: int) -> torch.UntypedStorage | None:
-        """The storage in which a tensor of the node at the place `mine` lies in block `number`; None where it is the
-        one in which the tensor lies already."""
+        """The storage that block `number` has in place of that of `tensor`, a value of the node at the place `mine`;
+        None where it is the same storage."""
         maker, at = self.of.made_by(tensor)
         place, run = self.of.place.get(maker), self.of.runs[mine.run]
         here = run.standing[mine.block]

@@ -29,18 +29,17 @@ from memopt.training_state import containers_restored, undone, values_restored
 aten = torch.ops.aten
 MARGIN = 1.25
 """Sizes that depend on data, have grown between batches or differ between runs of a region are planned for up to a
-quarter more than was seen. What exceeds that is planned again."""
+quarter more than was seen; a batch with larger ones is planned again."""
 _MASK_DTYPES = (torch.bool, torch.uint8)
 _SELECTING = (aten.index.Tensor, aten.masked_select.default, aten.nonzero.default)
-"""Operators that select at most as many elements as their mask has, or their argument."""
+"""Operators that select at most as many elements as their mask or argument has."""
 _WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes of the tensors whose `tolist()` Dynamo captures."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The result of one operator call with a data-dependent result: the operator's name, and the result's shape or
-    number."""
+    """One operator call with a data-dependent result: the operator's name, and the result's shape or number."""
 
     op: str
     result: tuple[int, ...] | int
@@ -105,7 +104,7 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Obse
 
 
 def observing(observed: list[Observed]) -> RunningBy:
-    """A block that appends to `observed`, on real tensors, the results of operators that make data-dependent sizes."""
+    """A block that appends the results of operators with data-dependent sizes, run on real tensors, to `observed`."""
 
     def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with kernels_as_in_eager_mode():
@@ -136,7 +135,7 @@ class _StandIn(TorchFunctionMode):
 def _zeros(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *others: Any, is_grads_batched: bool = False, **options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Zeros in the place of what `torch.autograd.grad` returns for these arguments."""
+    """Zeros with the shapes of what `torch.autograd.grad` returns for these arguments."""
     batch = _first(grad_outputs).shape[:1] if is_grads_batched else ()
     of = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     return tuple([one.new_zeros((*batch, *one.shape)) for one in of])

@@ -1,5 +1,5 @@
-"""Regions whose code takes derivatives itself (forces, penalties, physics): their graphs, made ready for a backward
-that differentiates them again."""
+"""Regions whose code takes derivatives itself (forces, penalties, physics): their graphs are prepared for a backward
+that differentiates these derivatives."""
 
 from __future__ import annotations
 

@@ -92,8 +92,7 @@ class DryRun:
         return outputs
 
     def _given(self, inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """`Passed.given` of a run that begins with these inputs. Notes also which outputs of earlier runs are held
-        now."""
+        """`Passed.given` of a run that begins with these inputs. Also notes which earlier outputs are held now."""
         number = len(self._values)
         made = {
             id(storage): (run, position)
@@ -152,7 +151,7 @@ class _ValuesOfRun:
     given: Mapping[int, tuple[int, int]]
     """`Passed.given`."""
     outputs: tuple[Any, ...]
-    """Weak references to the memory of each output; None for what has none of its own."""
+    """A weak reference to the memory of each output; None for an output without memory of its own."""
     held_in: dict[int, int] = field(default_factory=dict)
     """Position of an output → the number of the last run that began while it was held."""
     forward_only: dict[int, int] = field(default_factory=dict)
@@ -172,7 +171,7 @@ class _ValuesOfRun:
         self.forward_only = {at: self.held_in.get(at, self.number) for at in gone}
 
     def passed(self) -> Passed:
-        """Which values the run shares with other code, and how long; to be asked for once the step is over."""
+        """Which values the run shares with other code, and how long; valid once the step is over."""
         gone = frozenset(at for at, reference in enumerate(self.outputs) if reference is not None and not reference())
         return Passed(gone, self.passed_on, self.forward_only, self.given)
 
@@ -212,7 +211,7 @@ def record_dry_run(
     and failed allocations, are raised unchanged."""
     from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
 
-    parameters = list(model.parameters())  # now: in a forward that gathers them, the model has others
+    parameters = list(model.parameters())  # read now, since FSDP2 replaces them by gathered ones during the forward
     in_forward = True
     try:
         with without_backward_hooks(model), mode or nullcontext(), dry_run.between:
@@ -220,7 +219,7 @@ def record_dry_run(
             in_forward = False
             dry_run.differentiate(outputs, parameters)
             captured = dry_run.captured(reason) if dry_run.runs else None
-            del outputs  # until now, since the caller may hold them to the step's end
+            del outputs  # held until here, as the caller may hold them to the step's end
     except Exception as failure:
         known = isinstance(failure, (DynamoError, CrossedByDerivative, GraphBreak))
         too_large = isinstance(failure, (EagerCodeTooLargeError, MemoryError, torch.OutOfMemoryError))
@@ -250,7 +249,7 @@ def cut_off(call: Any) -> Any:
 
 
 class _CutOff(torch.autograd.Function):
-    """The identity; what it returns is no view."""
+    """The identity; autograd does not take its result for a view."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -290,7 +289,7 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
 
 
 NOTHING_CAPTURED = (
-    ", and torch.compile captures nothing of a function with such a line in a loop: give the loop a function of its own"
+    ", and torch.compile captures nothing of a function with such a line in a loop: move the loop into its own function"
 )
 RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unplanned"
 """The mend that the message of a `CaptureError` ends with; the command line, which runs nothing, names another."""

@@ -28,8 +28,7 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
     runs of the other.
 
     A run that has other sizes in `further` is planned for the larger ones, times `margin`. Runs of `known` are dropped
-    where `further` has runs of other regions on the same parameters in their place: a forward runs one or the other,
-    and not both."""
+    where `further` has runs of other regions on the same parameters in their place: a forward runs only one of them."""
     if _numbered(known) != _numbered(further):
         known, further = (replace(call, runs=_without_numbers(call.runs)) for call in (known, further))
     runs: list[RegionRun] = []
@@ -56,20 +55,19 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
 
 
 def _numbered(call: CapturedCall) -> list[tuple[object, Passed]]:
-    """For each run, its place and what it passes on. Where these are equal in two calls, a number stands for the same
-    run in both."""
+    """For each run, its place and what it passes on. If these are equal in two calls, equal numbers stand for the same
+    run."""
     return [(run.place, run.passed) for run in call.runs]
 
 
 def _without_numbers(runs: Sequence[RegionRun]) -> tuple[RegionRun, ...]:
-    """The runs of a call without references to other runs by number (`Passed.without_runs`), as these numbers may
-    change."""
+    """The runs of a call without references to other runs by number (`Passed.without_runs`), as these may change."""
     return tuple(replace(run, passed=run.passed.without_runs()) for run in runs)
 
 
 def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple[int | None, ...]:
-    """For each run in `now`, the index in `before` of the run that a plan may treat as the same; None where there is no
-    such run."""
+    """For each run in `now`, the index in `before` of the run that a plan may treat as the same; None if there is
+    none."""
     numbers: list[int | None] = []
     for kind, begin, end, now_begin, now_end in _blocks(before, now):
         numbers += range(begin, end) if kind == "equal" else [None] * (now_end - now_begin)

@@ -44,7 +44,7 @@ def training_call(
 
     The function has a code object of its own, because Dynamo keeps and counts compilations by code object.
     """
-    call = loss_call(model, loss_fn, floats, plain_call(model))  # the model's own call is memopt's by now
+    call = loss_call(model, loss_fn, floats, plain_call(model))  # by now, calling the model enters memopt
     if takes_model(loss_fn):
         call.around = partial(called_plainly, model)
     call.__code__ = call.__code__.replace(co_name=f"training_call_{next(_numbers)}")
@@ -108,7 +108,7 @@ def plain_loss_call(
 
 
 _NO_GRADIENT = "One of the differentiated Tensors does not require grad"
-_BEFORE_THE_CALL = "; call requires_grad_() on the input before the model is called: code that is compiled may not"
+_BEFORE_THE_CALL = "; call requires_grad_() on the input before the model is called: compiled code cannot call it"
 
 
 class CallStopped(Exception):
@@ -121,7 +121,7 @@ class GraphBreak(CaptureError):
 
 
 class TooManyShapes(CaptureError):
-    """Raised where Dynamo has compiled a call as many times as it compiles it at most, once for each set of shapes."""
+    """Raised where a call has more sets of shapes than Dynamo keeps compilations for."""
 
 
 class _Compilations:
@@ -234,7 +234,7 @@ def compile_call(
 
 
 _captures = 0
-"""The number of captured calls that are running, one inside of the other."""
+"""The number of captured calls that are running now, nested in each other."""
 
 
 def is_capturing() -> bool:
@@ -271,7 +271,7 @@ def in_brief_with_line(error: BaseException) -> str:
 
 
 def short_path(path: str) -> str:
-    """A file's path from the working directory, or from the folder on `sys.path` that it was imported from."""
+    """A file's path relative to the working directory, or to the folder on `sys.path` that it was imported from."""
     folders = [os.path.join(folder, "") for folder in (os.getcwd(), *sys.path) if folder]
     return path.removeprefix(max((folder for folder in folders if path.startswith(folder)), key=len, default=""))
 

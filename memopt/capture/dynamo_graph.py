@@ -1,5 +1,4 @@
-"""Changes of Dynamo's graph of a region before it is traced, and notes on where the traced form departs from eager
-mode."""
+"""Changes of Dynamo's graph of a region before it is traced, and notes on where the trace departs from eager mode."""
 
 from __future__ import annotations
 
@@ -224,8 +223,7 @@ def _checkpoints_a_write(graph_module: fx.GraphModule) -> bool:
 
 def _takes_attributes_before_blocks(graph_module: fx.GraphModule) -> bool:
     """Whether an attribute of a value with several uses is an input of a block under `torch.utils.checkpoint` and of
-    nothing else: torch 2.13's Dynamo moves the attributes that a block takes out of it, torch 2.15's leaves them
-    there."""
+    nothing else: torch 2.13's Dynamo moves the attributes that a block takes out of it, torch 2.15's does not."""
     blocks = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
     inputs = [(block, value) for block in blocks for value in block.all_input_nodes if value.target is getattr]
     return any(set(value.users) == {block} and len(value.all_input_nodes[0].users) > 1 for block, value in inputs)

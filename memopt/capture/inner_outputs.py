@@ -87,7 +87,7 @@ class _RunFrom(fx.Interpreter):
         if node is not self._at:
             return value
         self.leaf = value.detach().requires_grad_()
-        return self.leaf.view_as(self.leaf)  # which may be written to
+        return self.leaf.view_as(self.leaf)  # a view of the leaf, since the graph may not write to a leaf in place
 
 
 class TensorKind(NamedTuple):
@@ -123,7 +123,7 @@ class InnerOutputs:
     """
 
     def __init__(self, outputs: Sequence[Any], feeds: Mapping[int, frozenset[int]], source: GradientSource) -> None:
-        """`outputs` as the caller has them, and `feeds` as `feeding` gives them; `source` computes gradients."""
+        """`outputs` are those that the caller gets, `feeds` is the result of `feeding`; `source` computes gradients."""
         self.source = source
         self._ends = {
             at: (weakref.ref(output.grad_fn), output.output_nr) for at, output in enumerate(outputs) if has_node(output)
@@ -137,7 +137,7 @@ class InnerOutputs:
         self._given: dict[int, torch.Tensor] = {}
         """The gradients that have arrived in the backward `_backward`, by the positions of the outputs."""
         self._past: set[int] = set()
-        """The `id`s of the nodes that this backward has come to."""
+        """The `id`s of the nodes that this backward has reached."""
         gradients_asked(self)
 
     def before_backward(
@@ -165,7 +165,7 @@ class InnerOutputs:
         return additions
 
     def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Nothing is left to be done then."""
+        """Does nothing: there is nothing to do after a backward."""
 
     def _addition(self, position: int, reached: Mapping[int, Any]) -> Addition:
         inner, source = self._inner[position], copy.copy(self.source)  # the backward may release its own
@@ -203,7 +203,7 @@ class InnerOutputs:
                 if given:
                     taken = weakref.ref(inner.take(self.source.gradient_by(position, inner.kind, given, own), own))
                     if (kept := taken()) is not None:
-                        kept.view(kept.shape)  # computes it, as what it is computed from is freed after the backward
+                        kept.view(kept.shape)  # computes it now, as its inputs are freed after the backward
                 elif position in numbers:
                     changed[numbers[position]] = inner.changed_by_hooks(own)
                 elif own is not None:
@@ -229,7 +229,7 @@ class _Inner:
 
     @property
     def retaining(self) -> torch.Tensor | None:
-        """The output, where `retain_grad()` was called on it."""
+        """The output, if it is alive and `retain_grad()` was called on it; else None."""
         output = self.output()
         return output if output is not None and output.retains_grad else None
 
@@ -258,7 +258,7 @@ class _Inner:
         return gradient
 
     def changed_by_hooks(self, own: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient as the hooks leave it, as autograd calls them; None where there is none."""
+        """The gradient `own` after all hooks, each of which may replace it, as in autograd; None if `own` is None."""
         if own is None or not self.hooks.own:
             return own
         for hook in self.hooks.own:

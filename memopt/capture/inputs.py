@@ -115,8 +115,7 @@ def tensor_numbers(call: Call) -> dict[int, int]:
 
 
 def leaf_name(call: Call, number: int) -> str:
-    """The name of tensor `number` (in `tensors_in`) of the call, for messages: its keyword, else "input 0" and so
-    on."""
+    """The name of tensor `number` (in `tensors_in`) of the call, for messages: its keyword, else as in "input 0"."""
     wanted = list(tensors_in(call))[number]
     return next((name for name, value in call[1].items() if value is wanted), f"input {number}")
 
@@ -199,8 +198,7 @@ def on_meta(call: Call) -> Call:
 
 
 def with_zeros(call: Call, device: torch.device) -> Call:
-    """The same arguments with zeros on `device` in place of fake and "meta" tensors; a tensor given twice gets one
-    replacement."""
+    """The same arguments with zeros on `device` in place of fake and "meta" tensors, one for each distinct tensor."""
 
     def values(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.is_meta or isinstance(tensor, FakeTensor)):

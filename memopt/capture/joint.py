@@ -38,8 +38,7 @@ class JointGraph:
     module: fx.GraphModule = field(repr=False)
     forward_outputs: int
     parameter_inputs: frozenset[int] = frozenset()
-    """The `primals_*`, numbered from 0, that are parameters whose gradient only this region produces and no hook
-    reads."""
+    """The numbers of the `primals_*` that are parameters whose gradient only this region produces and no hook reads."""
     operators: Operators | None = field(default=None, repr=False, compare=False)
     """The operator graph that this graph was traced from, before and after each pass; None where there was none."""
     passes: Operators | None = field(default=None, repr=False, compare=False)
@@ -99,7 +98,7 @@ class JointGraph:
     @cached_property
     def statistics(self) -> frozenset[int]:
         """The numbers of the region's inputs to which a batch normalisation writes its statistics. Eager kernels write
-        them without raising the tensors' version (`Tensor._version`), and in training mode the backward does not read
+        them without raising the tensors' version (`Tensor._version`), and the backward of training mode does not read
         them."""
         written = {
             node.args[0]
@@ -112,7 +111,7 @@ class JointGraph:
 
     @cached_property
     def inputs_without_gradients(self) -> frozenset[int]:
-        """The numbers of the region's inputs that require gradients but get none, because the region reads them without
+        """The numbers of the region's inputs that require gradients but get none, as the region reads them without
         autograd."""
         aot = getattr(self.trace, "aot", None)
         return frozenset() if aot is None or not self.differentiated else aot.only_read - self.inputs_with_gradients
@@ -275,7 +274,8 @@ def _is_gradient(result: object) -> bool:
 
 
 def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
-    """The canonical form of a graph as torch traced it. Raises `CaptureError` for one that lacks facts about a call."""
+    """The canonical form of a graph as torch traced it. Raises `CaptureError` where a node lacks metadata that planning
+    needs."""
     try:
         return CANONICAL(traced)
     except PassError as error:

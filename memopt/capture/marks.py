@@ -1,4 +1,4 @@
-"""Marks on the nodes of a graph: in a graph that is traced from it, each node tells which one it was traced from."""
+"""Marks on the nodes of a graph, which tell, in a graph traced from it, the node that each node was traced from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ _OPERATOR = "memopt_operator"
 
 
 def mark_operators(graph: fx.Graph) -> None:
-    """Write into the metadata of each node its own name. Tracers copy it to every node that they make of this one,
-    where `traced_from` reads it."""
+    """Write into the metadata of each node its own name. Tracers copy this entry to every node that they create for the
+    node, in the backward too, where `traced_from` reads it."""
     for node in graph.nodes:
-        # Tracers copy this entry to every node that they create for this one, in the backward too.
         node.meta["custom"] = {**node.meta.get("custom", {}), _OPERATOR: node.name}
 
 

@@ -83,7 +83,7 @@ class _Interpreter(fx.Interpreter):
         return results
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node, with the mark of the author's autocast and with the data-dependent sizes of Dynamo's trace."""
+        """Run a node, marked if in an autocast block of the author, with the data-dependent sizes of Dynamo's trace."""
         if self.modes.authored:
             # Tracers copy this entry to every node that they create for `n`.
             n.meta["custom"] = {**n.meta.get("custom", {}), AUTHOR_AUTOCAST: True}

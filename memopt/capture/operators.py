@@ -1,5 +1,4 @@
-"""A captured region as an operator graph, which passes rewrite: the stage between Dynamo's graph and the joint
-graph."""
+"""A captured region as an operator graph, which passes rewrite: the stage from Dynamo's graph to the joint graph."""
 
 from __future__ import annotations
 
@@ -54,12 +53,12 @@ class Decision:
     unmatched: tuple[str, ...] = ()
     """The user's rules that match nothing in this region; a rule that matches nothing in any region is an error."""
     exact: frozenset[str] = frozenset()
-    """Names of nodes whose dtypes somebody asked for: the values that their backward reads keep full precision."""
+    """Names of nodes whose dtypes the user or the author chose: values that their backward reads keep full
+    precision."""
 
 
 Decide: TypeAlias = Callable[[OperatorGraph], Decision]
-"""Returns the passes to run on a region. It is called again for each capture, and must return the same passes for the
-same graph."""
+"""Returns the passes to run on a region. It is called for each capture, and must return the same for the same graph."""
 
 
 DecideJoint: TypeAlias = Callable[[fx.GraphModule, int, frozenset[str]], Pipeline]
@@ -81,7 +80,7 @@ class Rewriting:
     planned_for: str = ""
     """The device type whose autocast rules apply; empty: that of the tensors."""
     card: str = ""
-    """The name of the card whose kernels are differentiated; empty: those of the tensors' device."""
+    """The name of the card for whose kernels graphs are differentiated; empty: those of the tensors' device."""
     replaces_autocast: bool = False
     """Whether the caller's autocast is disabled inside the model, because these passes choose the dtypes."""
     needed: str = ""
@@ -208,8 +207,7 @@ def needs_operators(graph_module: fx.GraphModule) -> bool:
 
 
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
-    """Run passes on a joint graph; returns the graphs before and after each pass. Raises `PassError` where one
-    fails."""
+    """Run passes on a joint graph; returns the graphs before and after each one. Raises `PassError` where one fails."""
     stages = [joint]
 
     def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -228,8 +226,8 @@ def to_differentiate(operators: Operators) -> fx.GraphModule:
 
 
 def _check_transforms(graph: fx.Graph) -> None:
-    """Raise `Untraceable` for a region that enters a transform of torch.func: the values inside of it are of no use
-    outside, where passes edit the graph."""
+    """Raise `Untraceable` for a region that enters a transform of torch.func: values inside of it have no meaning
+    outside, where passes would edit the graph."""
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name.endswith("_increment_nesting"):
@@ -245,7 +243,7 @@ def _check_targets(graph: fx.Graph) -> None:
 
 
 def _check_constants(module: fx.GraphModule) -> None:
-    """Raise `Untraceable` for a value that a call made without an operator: the trace took it for a constant."""
+    """Raise `Untraceable` for a tensor that a call made without an operator, which the trace holds as a constant."""
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
             raise Untraceable(f"the region uses a tensor that was made without an operator of torch ({node.name})")

@@ -1,4 +1,4 @@
-"""The outputs of a region beside its loss: which are not differentiated, and which the region does not return, as
+"""The outputs of a region beside its loss: which are not differentiated, and which the region does not return because
 pieces of its forward compute them on demand."""
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from memopt.compat.symbols import data_symbols_of, largest_value
 SMALLEST_BYTES = 16 * 1024
 """Outputs of at most this size are always returned: to defer them would save too little."""
 SMALL_SHARE = 1 / 64
-"""Outputs that only a second forward could give are returned where they take less than this share of the parameters'
-bytes."""
+"""Outputs that only a second forward could give are returned if they take less than this share of the parameters."""
 _MOST_NODES = 16
 """The most calls between an output and the values that it is computed from."""
 
@@ -124,8 +123,7 @@ class Group:
     head: Piece | None
     """Computes them from a value that the region returns in their place; None where only a second forward does."""
     forward: Piece | None
-    """Computes them by a second run of the forward; None where that would change something, such as running
-    statistics."""
+    """Computes them by a second run of the forward; None where that would change state, as running statistics."""
 
     @cached_property
     def is_static(self) -> bool:
@@ -142,7 +140,7 @@ class DeferredOutputs:
     returned: tuple[int, ...]
     """The positions, among the outputs of the model's call, of the outputs that the region does return."""
     taken: tuple[fx.Node, ...]
-    """The values that the region returns after these, from which `Group.head` computes outputs."""
+    """The values that the region returns after its outputs, from which `Group.head` computes the deferred ones."""
 
     @property
     def released(self) -> frozenset[int]:
@@ -298,7 +296,7 @@ def _is_unwritten(node: fx.Node) -> bool:
 
 
 def _from_weights(node: fx.Node) -> bool:
-    """Whether a node's value depends on parameters alone, by a few calls."""
+    """Whether a node's value is computed from parameters alone, by a few calls."""
     seen, waiting = set[fx.Node](), [node]
     while waiting:
         source = waiting.pop()
@@ -318,7 +316,7 @@ def _acts_outside(node: fx.Node) -> bool:
 
 
 def _bytes(value: torch.Tensor) -> int:
-    """The bytes of a tensor's elements, for the sizes at hand; more than any other's where they depend on data."""
+    """The bytes of a tensor's elements for the sizes at hand; `sys.maxsize` where the sizes depend on data."""
     if data_symbols_of(value):
         return sys.maxsize
     sizes = map(largest_value, value.shape)

@@ -45,7 +45,7 @@ class RecordedRegion:
     parameter_ids: Mapping[int, int]
     """Number of an input that is a trainable parameter → `id` of the model's parameter when the region was recorded."""
     frozen_ids: Mapping[int, int]
-    """The same of the parameters that are not trained."""
+    """The same for the parameters that are not trained."""
     undifferentiated: frozenset[int]
     """Positions, among the outputs of the model's call, of those that require gradients in the plain model and are
     detached or deferred here."""
@@ -69,9 +69,9 @@ class RecordedRegion:
     """Numbers of the inputs that the caller was seen to change in place between a forward and its backward; None before
     the first backward."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
-    """By the device type that is planned for and the active autocast: two or three entries at most."""
+    """Operator graphs, by the device type that is planned for and the active autocast: at most two or three."""
     failures_under_autocast: dict[torch.dtype, str] = field(default_factory=dict, repr=False)
-    """By autocast dtype under which it was tried: the error of `for_autocast`, empty where it runs."""
+    """The error of `for_autocast`, by the autocast dtype under which it was tried; empty where it runs."""
 
     @classmethod
     def record(
@@ -102,7 +102,7 @@ class RecordedRegion:
         to_require_grad = prepare_derivatives(graph_module)
         recorded = copy_graph_module(graph_module)
         undifferentiated = frozenset() if differentiate_all else detach_all_but_loss(graph_module)
-        # A second forward would exchange values once more, and other ranks may not look at their outputs.
+        # A second forward would exchange values again, but other ranks run one only if they read their outputs.
         spread = check_shards(graph_module, inputs)
         deferred = None if spread or takes_derivatives(graph_module) else defer_outputs(graph_module, undifferentiated)
         feeds = feeding(recorded)
@@ -266,7 +266,7 @@ class RecordedRegion:
 
 
 def _check_kinds(graph_module: fx.GraphModule) -> None:
-    """Raise `CaptureError` where a value of the graph is no array of numbers: it cannot be planned."""
+    """Raise `CaptureError` where a value of the graph is a sparse, nested or quantised tensor: it cannot be planned."""
     for node in graph_module.graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and (kind := special_kind(value)):
@@ -333,8 +333,7 @@ class RegionRun:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """A key that is equal for runs which a plan may treat as the same: the same operators on the same
-        parameters."""
+        """A key, equal for runs that a plan may treat as the same: the same operators on the same parameters."""
         return self.region.operators, tuple(self.parameter_ids.values())
 
     @property
@@ -435,8 +434,7 @@ class CapturedCall:
         return tuple(run.place for run in self.runs)
 
     def parameters_of_runs(self, hooked: Collection[int] = ()) -> tuple[frozenset[int], ...]:
-        """For each run, the numbers of the inputs that are parameters whose gradients the run may add to `.grad`
-        itself.
+        """For each run, the numbers of the parameters among its inputs whose gradients it may add to `.grad` itself.
 
         Excluded are parameters with hooks that wait for the gradient (`hooked` has their `id`s), parameters whose
         gradients other code takes, and those that another run reads: autograd sums the gradients of several runs before

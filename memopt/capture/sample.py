@@ -65,7 +65,7 @@ class _Sample:
         raise CallStopped
 
     def region(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend for one of several regions: its outputs require gradients where the model's do, but have no
+        """The backend for one region of several: its outputs require gradients as in the model, but have no
         backward."""
         run = self._runner(graph_module, inputs, differentiate_all=True) or forward_of(graph_module)
         stand_in: Any = _StandIn.apply

@@ -1,4 +1,4 @@
-"""Traces a module with runs of equal blocks with five blocks of each run; the others are copies in the graph.
+"""Traces a module that repeats equal blocks with five blocks of each run; copies in the graph stand for the others.
 
 The module is traced without the missing blocks and with all inputs, so that what a trace finds out about inputs and
 outputs is that of the whole module. Where the five blocks do not prove what the missing ones are, the whole module is
@@ -57,7 +57,7 @@ def trace_blocks_once(
 
 
 def _without_missing(module: fx.GraphModule, runs: Sequence[BlockRun]) -> fx.GraphModule:
-    """A copy of a module without the missing blocks: what reads the last one of them reads the template instead."""
+    """A copy of a module without the missing blocks: nodes that read the last of them read the template instead."""
     instead = {
         node: run.blocks[TEMPLATE][place]
         for run in runs

@@ -52,14 +52,13 @@ class Standing:
     runs: tuple[BlockRun, ...]
     place: dict[fx.Node, BlockPlace] = field(default_factory=dict)
     pieces: dict[tuple[int, bool, int], list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
-    """The nodes of the forward or the backward of a standing block, by the run, whether it is the backward, and the
-    block."""
+    """The nodes of the forward or the backward of a standing block, by (run, whether it is the backward, block)."""
     inputs: tuple[fx.Node, ...] = ()
     """The inputs of the joint graph that stand for those of the module, in order."""
     role: dict[fx.Node, tuple[int, int, fx.Node]] = field(default_factory=dict)
     """For an input that is a standing block's own: the run, the block, and the template's input of the same role."""
     makers: dict[int, tuple[fx.Node, int]] = field(default_factory=dict)
-    """By storage the first node whose value lies in it, and the number of that tensor in its value."""
+    """By the key of a storage: the first node whose value lies in it, and the number of that tensor in the value."""
 
     def half(self, run: int, backward: bool, block: int) -> list[fx.Node]:
         """The nodes of the forward, or with `backward` of the backward, of a standing block. `run` is an index into
@@ -67,8 +66,8 @@ class Standing:
         return self.pieces.get((run, backward, block), [])
 
     def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:
-        """The first node in the graph whose value shares the storage of `tensor`, and the number of the tensor within
-        that value."""
+        """The first node in the graph whose value shares the storage of `tensor`, and the tensor's number in that
+        value."""
         return self.makers[storage_key(tensor)]
 
 
@@ -100,12 +99,12 @@ def standing_blocks(
 
 
 def _set_places(found: Standing) -> bool:
-    """Find the place of each node of the joint graph. A node that tells no operator, such as a sum of gradients,
-    belongs to the block of the node before it. Arithmetic on sizes that other code reads, too, belongs to no block.
+    """Find the place of each node of the joint graph. A node without a mark (`traced_from`), such as a sum of
+    gradients, belongs to the block of the node before it. Arithmetic on sizes that other code reads too is in no block.
 
-    Returns false where the forward or backward of a block is not in one piece, and where blocks come in another order.
-    Also where such arithmetic begins in the first block traced behind the missing ones: with all blocks, it would begin
-    in another.
+    Returns False where the forward or backward of a block is not in one piece, where blocks are not in order, and where
+    such arithmetic begins in the first block traced after the missing ones: with all blocks traced, it would begin in
+    another.
     """
     owner = {
         node.name: (number, block)
@@ -139,9 +138,9 @@ def _set_places(found: Standing) -> bool:
 
 
 def _take_sizes_out(found: Standing, key: tuple[int, bool, int]) -> bool:
-    """Take the place from each node of `key`, the forward or backward of a block, that computes no tensor and that
-    other blocks or other code read. Returns false where there is one in the forward or backward that is traced first
-    behind the missing blocks."""
+    """Remove the place of each node of `key`, the forward or backward of a block, that computes no tensor and that
+    other blocks or other code read. Returns False where there is one in the forward or backward that is traced first
+    after the missing blocks."""
     run, backward, block = key
     own = {*found.half(run, False, block), *found.half(run, True, block)}
     numbers = [node for node in found.pieces[key] if not list(tensors(node.meta.get("val")))]
@@ -194,8 +193,7 @@ class _Proof:
         return node.op, target, arguments, value_kind(node.meta.get("val")), frozenset(node.meta)
 
     def _reads_alike(self, node: fx.Node, later: fx.Node) -> bool:
-        """Whether what `later` reads is what `node` reads, moved on by one block, and the memory in which its value
-        lies, too."""
+        """Whether what `later` reads, and the memory of its value, are those of `node` moved on by one block."""
         read = zip(sources_of(node), sources_of(later), strict=True)
         if not all(self._moved(one, other) for one, other in read):
             return False
@@ -206,8 +204,8 @@ class _Proof:
         return True
 
     def _moved(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether `other` takes the place of `one` in the next block. Nodes of other code take no place but their
-        own."""
+        """Whether `other` takes the place of `one` in the next block; for nodes of other code, whether both are one
+        node."""
         for known in (self.of.place, self.of.role):
             if one in known or other in known:
                 if one not in known or other not in known:

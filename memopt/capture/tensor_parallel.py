@@ -47,12 +47,11 @@ GATHER_SHARDS = _operator("gather_shards", _repeated)
 SCATTER_SUMS = _operator("scatter_sums", _cut)
 """The values of all cards are summed, and each card gets its part along `dim`."""
 GATHER_COPIES = _operator("gather_copies", _repeated)
-"""As `GATHER_SHARDS`, for a result that all cards read alike: they have the same gradient, and each takes its part of
-it."""
+"""As `GATHER_SHARDS`, for a result that all cards read alike: each takes its part of the same gradient."""
 TAKE_PART = _operator("take_part", _cut)
 """Each card takes its part along `dim` of a value that all cards have; nothing is exchanged but gradients."""
 SUM_SHARDS = _operator("sum_shards", _whole)
-"""The values of all cards are summed on all of them (`dim` means nothing); a gradient is the same on all cards."""
+"""The values of all cards are summed on all of them (`dim` is ignored); a gradient is the same on all cards."""
 
 _BACKWARDS = {
     GATHER_SHARDS: SCATTER_SUMS,
@@ -109,8 +108,8 @@ class TensorParallel:
         """The styles of a model's layers. `plan` maps patterns of paths ("layers.*.attention.wq") to styles; without
         it, the model's own plan (`tp_plan` of transformers) is used.
 
-        Raises `ValueError` where there is no plan, where it names no layer, and where a size is not divisible by
-        `cards`."""
+        Raises `ValueError` where there is no plan, where it names no layer, and where `cards` does not divide a
+        size."""
         own = plan if plan is not None else own_tp_plan(model)
         if not own:
             raise ValueError(
@@ -196,15 +195,18 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _styles(model: nn.Module, plan: Mapping[str, str], *, given: bool) -> Iterator[tuple[str, str]]:
-    """The paths of the layers that a plan names, with their styles. A model's own plan may name layers that it has not,
-    and styles that split nothing."""
+    """The paths of the layers that a plan names, with their styles. A model's own plan may name layers that it does not
+    have, and styles that split nothing."""
     paths = [path for path, _ in model.named_modules()]
     for pattern, style in plan.items():
         matching = fnmatch.filter(paths, pattern)
         if given and style not in STYLES:
             raise ValueError(f"unknown style {style!r} for {pattern!r} in tp_plan; known are {', '.join(STYLES)}")
         if given and not matching:
-            raise ValueError(f"tp_plan names {pattern!r}, which no module of {type(model).__name__} matches")
+            raise ValueError(
+                f"tp_plan names {pattern!r}, which no module of {type(model).__name__} matches; give patterns of the "
+                "names in model.named_modules()"
+            )
         yield from ((path, style) for path in matching if style in STYLES)
 
 

@@ -52,8 +52,8 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
 
 
 def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
-    """Mark all operators that an output of the forward needs as the forward's. Where a pass of inductor's replaces an
-    operator by an equal one (`x - zeros` by `x`), the mark of the backward may have come to that one."""
+    """Mark all operators that an output of the forward needs as the forward's. Where a pass of inductor replaces an
+    operator by an equal one (`x - zeros` by `x`), it may give that one the mark of the backward."""
     results: Any = graph.output_node().args[0]
     needed = [result for result in results[:forward_outputs] if isinstance(result, fx.Node)]
     seen = set(needed)
@@ -66,7 +66,7 @@ def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
 
 
 def lay_out_again(graph: fx.Graph) -> None:
-    """Correct the strides in the stored values (`meta["val"]`) of calls that read a tensor with gaps, and of their
+    """Correct the strides in the stored values (`meta["val"]`) of calls that read tensors with gaps, and of their
     readers.
 
     On a CUDA card inductor pads matrix products whose kernels are faster then (`shape_padding`), and replaces the
@@ -123,7 +123,7 @@ class RegionTrace:
 
     region: RecordedRegion
     module: fx.GraphModule = field(repr=False)
-    """The differentiated module: Dynamo's graph, or the operator graph after the passes."""
+    """The module that is differentiated: Dynamo's graph, or the operator graph after the passes."""
     autocast: torch.dtype | None
     """The autocast dtype that the region runs under where casts could not be inserted by passes."""
     backend: str
@@ -140,7 +140,7 @@ class RegionTrace:
             yield
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """No autocast around a graph that has its casts written out; the plan's autocast around one that has not."""
+        """No autocast around a graph that contains its casts as operators; the plan's around another."""
         return without_autocast() if self.rewritten else autocast_to(self.autocast, self.region)
 
 
@@ -261,7 +261,7 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
         else:
             skipped |= EagerCodeBytes(max(run.eager.before, run.eager.during))
             later = max(run.eager.before_backward, run.eager.during_backward)
-            if found:  # its backward runs before that of the run before it
+            if found:  # this run's backward comes just before that of the run before it
                 found[-1] |= EagerCodeBytes(before_backward=later)
             else:
                 after_bytes = max(after_bytes, later)
@@ -281,8 +281,7 @@ def accumulating(
     """The joint graphs of a call's runs, each with the parameters whose gradients that run may add to `.grad` itself.
 
     Other gradients are returned to autograd: those of parameters with hooks that wait for them (`hooked` has their
-    `id`s), and those of tensor subclasses (`RecordedRegion.wrapped`), which AOTAutograd makes from the graph's
-    results."""
+    `id`s), and those of tensor subclasses (`RecordedRegion.wrapped`), which AOTAutograd makes."""
     differentiated = {id(joint.trace.region) for joint in joints}
     runs = zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)
     numbers = [parameters - run.region.wrapped for run, parameters in runs if id(run.region) in differentiated]

@@ -64,8 +64,7 @@ LeverName: TypeAlias = Literal[
 if TYPE_CHECKING:
 
     class _LeverNames(frozenset[LeverName | Lever]):
-        """A set of names whose union with other names is typed as one, too: a type checker would otherwise take the
-        names for any text."""
+        """For type checkers, a set of lever names whose union with others is one too, not a set of `str`."""
 
         def __or__(self, other: AbstractSet[LeverName | Lever]) -> _LeverNames: ...  # type: ignore[override]
 
@@ -99,13 +98,13 @@ def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
         if isinstance(lever, Lever) and any(
             other.name == name and other != lever for other in (*LEVERS.values(), *own)
         ):
-            raise ValueError(f"allow has two levers of the name {name!r}; give yours another one")
+            raise ValueError(f"allow has two levers of the name {name!r}; give yours another name")
         if isinstance(lever, Lever) and name not in LEVERS:
             own.append(lever)
         elif name not in LEVERS:
             raise ValueError(f"allow names an unknown lever {lever!r}; known are {', '.join(sorted(allowable()))}")
         elif (option := LEVERS[name].option) != "allow":
-            raise ValueError(f"{name!r} is decided by the option {option}, not by allow")
+            raise ValueError(f"{name!r} is decided by the option {option}, not by allow; take it out of allow")
     return (*levers_named(set(map(str, allow))), *sorted(own, key=lambda lever: lever.name))
 
 

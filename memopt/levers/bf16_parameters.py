@@ -13,7 +13,7 @@ BF16_PARAMETERS = Lever(
     optimizer=OptimizerChange(
         BF16ParametersOptimizer,
         "parameters and gradients in bfloat16, stepped in float32 and rounded stochastically",
-        "the forward sees weights with 8 bits of precision, right on average",
+        "weights have 8 bits of precision, rounded without bias",
         apply=use_bf16_parameters,
         narrows=True,
     ),

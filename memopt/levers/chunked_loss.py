@@ -1,4 +1,4 @@
-"""The lever that computes what a loss reads from a linear layer's logits in chunks."""
+"""The lever that computes a loss over a linear layer's logits in chunks of rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _ChunkLosses:
 
 CHUNKED_LOSS = Lever(
     LABEL,
-    "What a loss reads from a linear layer's logits is computed in chunks of rows, without holding them.",
+    "A loss over a linear layer's logits is computed in chunks of rows, so that the logits are never held whole.",
     "rounding",
     "up to one more product with the layer's weight",
     default=True,

@@ -1,5 +1,5 @@
-"""The lever that has torch's allocator for CUDA use expandable segments; a plan uses it where it fits or is faster by
-it."""
+"""The lever that turns on expandable segments in torch's CUDA allocator; a plan uses it where it would otherwise not
+fit or be slower."""
 
 from __future__ import annotations
 

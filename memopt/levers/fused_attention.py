@@ -1,4 +1,4 @@
-"""The lever that replaces attention that is written out by the fused operator."""
+"""The lever that replaces attention written as matmuls and a softmax by the fused operator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fuse_attention(graph: OperatorGraph) -> Decision:
 
 FUSED_ATTENTION = Lever(
     LABEL,
-    "Attention that is written out runs as one kernel, which saves no probabilities.",
+    "Attention written as matmuls and a softmax runs as one kernel, which saves no probabilities.",
     "rounding",
     "nothing",
     default=True,

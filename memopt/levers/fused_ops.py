@@ -1,4 +1,4 @@
-"""The lever that replaces activations and norms that are written out by fused operators."""
+"""The lever that replaces activations and norms written as elementary operators by fused ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ LABEL = "fused_ops"
 
 
 def fuse_ops(graph: OperatorGraph) -> Decision:
-    """Decides which formulas of a region become `gelu`, `silu` or `layer_norm`: all that compute the same values but
-    for rounding."""
+    """Decides which formulas of a region become `gelu`, `silu` or `layer_norm`: all that are equal but for rounding."""
     activations, norms = find_activations(graph.module), find_norms(graph.module)
     passes: list[Pass] = []
     if fused := _fused(activations):
@@ -44,7 +43,7 @@ def _fused(found: Sequence[Found]) -> list[str]:
 
 FUSED_OPS = Lever(
     LABEL,
-    "GELU, SiLU and layer norms that are written out run as one kernel each, which saves its input only.",
+    "GELU, SiLU and layer norms written as elementary operators run as one kernel each, which saves its input only.",
     "rounding",
     "nothing",
     default=True,

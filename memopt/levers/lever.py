@@ -34,11 +34,11 @@ class GraphChange:
     """When the deciders run: before those of precision, which then decide the dtypes of what these make; right after
     them ("with"); or last."""
     joint: DecideJoint | None = None
-    """Decides the passes on the joint graph, in place of the one of levers before. A lever that has it is tried even if
-    its deciders find nothing to rewrite."""
+    """Decides the passes on the joint graph, in place of the `joint` of levers before it. A lever that has it is tried
+    even if its deciders find nothing to rewrite."""
     faster: Callable[[Hardware], bool] | None = None
-    """Whether the lever promises a shorter step on a device. If so, it is tried first of all, even if the step fits
-    without it."""
+    """Whether the lever promises a shorter step on a device. If so, it is tried first, even if the step fits without
+    it."""
     needs_low: bool = False
     """Whether the lever works only in a step in 16 bits."""
     exclusive: str = ""
@@ -51,8 +51,7 @@ class OptimizerChange:
     """How a lever wraps the optimizer. The search uses it where no lever on the graph makes the step fit the budget."""
 
     wrap: Callable[[Any], optim.Optimizer]
-    """Returns an optimizer with the lever around the given one. It is also stepped on fake tensors, to find its
-    price."""
+    """Returns an optimizer with the lever around the given one, which is also stepped on fakes, to find its price."""
     changes: str
     """The change that it makes, for receipts."""
     exactness: str

@@ -12,8 +12,8 @@ LOW_BIT_OPTIMIZER = Lever(
     "quantization error in the moments; for Adam and AdamW only, and needs memopt.wrap_optimizer",
     optimizer=OptimizerChange(
         LowBitOptimizer,
-        "Adam's moments in 8 bits, a scale for each 256; those of small parameters stay in float32",
-        "moments rounded to two digits; learns about as in float32",
+        "Adam's moments in 8 bits, with one scale per 256 values; those of small parameters stay in float32",
+        "moments rounded to about two decimal digits; trains about as with float32 moments",
         check=check_adam,
     ),
 )

@@ -20,8 +20,8 @@ OFFLOAD_ACTIVATIONS = Lever(
 
 
 def offload_link(card: Hardware, allow: Collection[str]) -> Link | None:
-    """Returns the card's link to the host's memory. None where the device has no such link, as a CPU has none, or
-    `allow` names no lever that uses it."""
+    """Returns the card's link to the host's memory. None where the device has no such link, as a CPU, or `allow`
+    names no lever that uses it."""
     link = card.link
     used = {OFFLOAD_ACTIVATIONS.name, OFFLOAD_PARAMETERS.name}.intersection(allow)
     return link if used and link.bytes_per_second > 0 else None

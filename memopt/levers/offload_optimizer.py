@@ -12,8 +12,8 @@ OFFLOAD_OPTIMIZER = Lever(
     "host memory and the time of the copies; needs memopt.wrap_optimizer; not on a CPU",
     optimizer=OptimizerChange(
         OffloadedOptimizer,
-        "the optimizer's state in the host's memory, brought to the device piece by piece",
-        "bitwise that of the same optimizer stepped parameter by parameter",
+        "the optimizer's state in the host's memory, copied to the device piece by piece",
+        "bitwise equal to the same optimizer stepped parameter by parameter",
         offloads=True,
     ),
 )

@@ -7,16 +7,16 @@ from memopt.optimizers import OptimizerInBackward
 
 OPTIMIZER_IN_BACKWARD = Lever(
     OptimizerInBackward.title,
-    "Each parameter is stepped, and its gradient freed, as soon as the backward reads neither any more.",
+    "Each parameter is stepped, and its gradient freed, as soon as the backward no longer reads them.",
     "bitwise",
     "no clipping by the norm of all gradients, no GradScaler, no accumulation, no TrainStep; for backend 'aten', and "
     "needs memopt.wrap_optimizer",
     optimizer=OptimizerChange(
         OptimizerInBackward,
-        "each parameter is stepped, and its gradient freed, as soon as the backward needs neither any more; no "
+        "each parameter is stepped, and its gradient freed, as soon as the backward no longer reads them; no "
         "clipping by the norm of all gradients, no GradScaler, no accumulation, and plain operators only (backend "
         "'aten')",
-        "bitwise that of the same optimizer stepped parameter by parameter",
+        "bitwise equal to the same optimizer stepped parameter by parameter",
         in_backward=True,
     ),
 )

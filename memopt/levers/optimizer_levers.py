@@ -24,8 +24,7 @@ Known: TypeAlias = dict[tuple[OptimizerChange, ...], TrainingPrice]
 
 @dataclass(frozen=True)
 class PricedLevers:
-    """A combination of levers on the optimizer, the innermost first, with the bytes and seconds of training without and
-    with them."""
+    """A combination of levers on the optimizer, the innermost first, with bytes and seconds without and with them."""
 
     levers: tuple[Lever, ...]
     before: TrainingPrice
@@ -167,6 +166,6 @@ def _priced(facts: TrainingFacts, chosen: Iterable[Sequence[Lever]], known: Know
     for levers in chosen:
         try:
             found.append(PricedLevers.of(facts, levers, known))
-        except (TypeError, ValueError):  # does not fit this optimizer, as 8 bits fit Adam alone
+        except (TypeError, ValueError):  # does not fit this optimizer: 8-bit moments, for one, are for Adam alone
             continue
     return sorted(found, key=lambda priced: priced.added_seconds)

@@ -106,7 +106,7 @@ def check_rules(model: nn.Module, regions: Sequence[Operators]) -> None:
 
 PRECISION = Lever(
     LABEL,
-    "Operators compute in bf16 or fp16 where that suits them, and save their results so; parameters stay in fp32.",
+    "Operators compute in bf16 or fp16 where accurate enough, and save their results so; parameters stay in fp32.",
     "approximate",
     "rounding of activations and gradients to 16 bits; fp16 needs a loss scale, which TrainStep has",
     tried_by="every plan",

@@ -1,4 +1,4 @@
-"""The lever that runs operators which treat each row by itself on some of the rows at a time."""
+"""The lever that runs operators which compute each row by itself on a part of the rows at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ LABEL = "tiles"
 
 @dataclass(frozen=True)
 class _Tile:
-    """Decides which segments of a region run in `tiles` parts, one after the other: those that hold the most bytes
-    inside."""
+    """Decides which segments of a region run in `tiles` parts, one by one: those that hold the most bytes inside."""
 
     tiles: int
 
@@ -24,7 +23,7 @@ class _Tile:
         if not segments:
             reason = "no operators between those that mix rows hold much more than they read and return"
             return Decision(Pipeline((), label=LABEL), notes=(f"{LABEL}: nothing is run in tiles, since {reason}",))
-        # Where their number is a symbol, this leaves a guard: a batch with fewer rows is captured by itself.
+        # For a symbolic number of rows this adds a guard, so that a batch with fewer rows is captured again.
         enough = all(segment.rows >= self.tiles for segment in segments)
         assert enough
         passes = TileRows(segments, self.tiles), EliminateDeadCode()
@@ -41,7 +40,7 @@ class _Tile:
 
 TILES = Lever(
     LABEL,
-    "Operators that compute each row alone, as those of an MLP, run on one part of the tokens after the other.",
+    "Operators that compute each row by itself, as those of an MLP, run on one part of the rows after the other.",
     "rounding",
     "smaller kernels and more of them, and a longer search",
     graph=GraphChange(tuple(map(_Tile, (4, 16)))),

@@ -34,7 +34,7 @@ from memopt.planning.tries import ADAPTERS, CAPTURE, Tries
 from memopt.units import size
 
 _log = logging.getLogger("memopt")
-_NOT_LOOKED = "at most 1% is missing, so no other optimizer, parameters or batch was tried"
+_NOT_LOOKED = "the budget is at most 1% too small, so no other optimizer, parameters or batch was tried"
 _Suggest = Callable[[], Iterator[Way]]
 
 
@@ -57,9 +57,10 @@ class _Advice:
 
     def __call__(self, steps: Sequence[Priced], near: bool, tries: Tries) -> tuple[list[str], list[Way]]:
         """Sentences on what was not tried, and suggestions with which the step fits the budget, or a larger card.
-        Of `steps`, the step under every lever set, they are tried on that with the smallest budget. With `near` only
-        changes are tried that need no capture and with which the step computes the same. Else further ones are tried
-        too, as far as `tries` allow: those first that need no capture."""
+
+        `steps` has the step under every lever set; changes are tried on the one that needs the smallest budget. With
+        `near` (the budget is almost large enough) only changes are tried that need no capture and leave the results
+        of the step as they are; otherwise all changes, as far as `tries` allows."""
         lean = min(steps, key=Priced.smallest)
         kinds: tuple[_Suggest, ...] = (
             partial(self.in_growing_segments, lean),
@@ -83,7 +84,7 @@ class _Advice:
         return nbytes <= self.options.budget_bytes
 
     def in_microbatches(self, lean: Priced, tries: Tries) -> Iterator[Way]:
-        """Suggests microbatches, with the bytes of those of one sample, the smallest that `TrainStep` can make."""
+        """Suggests `TrainStep`, with the budget for microbatches of one sample, the smallest that it makes."""
         batch: Any = self.call[0] or self.call[1]
         try:
             samples = samples_of(batch)
@@ -100,11 +101,9 @@ class _Advice:
         call: Call = (piece, {}) if self.call[0] else ((), piece)
         nbytes = self.least(self.planner, call, replace(self.situation, gradients_held=True), lean)
         sentence = (
-            f"with TrainStep, which splits the batch into microbatches, of 1 of its {samples} samples at the smallest,"
+            f"with TrainStep, which splits the batch of {samples} samples into microbatches of as little as 1 sample,"
         )
-        changes = (
-            f"it splits a batch into as few parts as fit, down to one of its {samples} samples; equal but for rounding"
-        )
+        changes = f"it splits a batch of {samples} samples into as few parts as fit; equal but for rounding"
         yield Way(typed, nbytes, changes, sentence=sentence)
 
     def in_growing_segments(self, lean: Priced) -> Iterator[Way]:
@@ -117,7 +116,7 @@ class _Advice:
             yield Way(allow_exactly({*allow, name}), nbytes, changes, 0.0, f"with {name!r} in allow")
 
     def with_parameters_on_host(self, lean: Priced) -> Iterator[Way]:
-        """Suggests frozen parameters in the host's memory, where `allow` does not have them there."""
+        """Suggests the lever that holds frozen parameters in the host's memory, where `allow` lacks it."""
         name = OFFLOAD_PARAMETERS.name
         if name in self.options.allow:
             return
@@ -168,14 +167,14 @@ class _Advice:
             )
 
     def with_optimizer(self, optimizer: Any, lean: Priced) -> int:
-        """The smallest budget in bytes with another optimizer."""
+        """The smallest budget in bytes for the step `lean` with another optimizer."""
         planner = self.like(self.planner, optimizer=optimizer)
         account = planner.accounts.account(self.call, self.situation, reached=self.planner.accounts.reached)
         return lean.under(account).smallest()[0]
 
     def with_low_rank(self, lean: Priced, tries: Tries) -> Iterator[Way]:
-        """Low-rank adapters on the frozen model, where most of its parameters are trained."""
-        if isinstance(self.options.optimizer, torch.optim.Optimizer):  # over parameters that it would not have then
+        """Suggests low-rank adapters on the frozen model, where at least half of its parameters are trained now."""
+        if isinstance(self.options.optimizer, torch.optim.Optimizer):  # it steps parameters that would be frozen
             return
         model, typed = self.planner.terms.model, f"LoRA (peft.LoraConfig(r={RANK}))"
         parameters = list(model.parameters())
@@ -204,8 +203,8 @@ class _Advice:
         )
 
     def least(self, planner: CallPlanner, call: Call, situation: Situation, step: Priced) -> int:
-        """The smallest budget in bytes for a call under the lever set of `step`, or the last before it that finds
-        something to rewrite; found on fake tensors."""
+        """The smallest budget in bytes for a call, captured on fake tensors, under the lever set of `step`; where that
+        set finds nothing to rewrite, under the last set before it that does."""
         planner, number = self.like(planner), self.planner.terms.lever_sets.index(step.levers)
         with planner.terms.types(), torch.enable_grad():
             captured = planner.capture_on_fakes(on_meta(call), planner.optimizer_choice.narrowed)
@@ -255,8 +254,8 @@ def search_for(
 
 
 def _on_narrow_parameters(recorded: Recorded) -> Callable[[Rewriting], Priced | None]:
-    """A function that returns the step under a lever set with parameters in bf16; None where the model's code cannot be
-    captured so, or the newest lever finds nothing to rewrite."""
+    """A function that prices the step under a lever set with parameters in bf16. It returns None where the model cannot
+    be captured with such parameters, or the last lever of the set finds nothing to rewrite."""
     planner, call, situation = recorded.planner, recorded.call, recorded.situation
 
     @cache
@@ -293,7 +292,7 @@ def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
     """A copy of the model on "meta" in which only low-rank adapters (LoRA) of rank `rank` at its linear layers are
     trained, and the number of these adapters.
 
-    Linear layers that are direct children of the model, like the one that gives the logits, get none, as is usual."""
+    Linear layers that are direct children of the model, such as the output head, get none, as is usual."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo: dict[int, Any] = {number: _on_meta(tensor) for number, tensor in tensors.items()}
     twin = copy.deepcopy(model, memo).requires_grad_(False)
@@ -304,8 +303,8 @@ def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, tuple[int, int]]]:
-    """The linear layers that are no direct children of the model, each after the module that has it and its name there,
-    and before its sizes."""
+    """The linear layers that are no direct children of the model, each as its parent module, its name there, the layer,
+    and its numbers of input and output features."""
     return [
         (module, name, child, sizes)
         for module in model.modules()
@@ -316,8 +315,8 @@ def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, tu
 
 
 def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Input and output features of a linear layer, torch's or the transposed `Conv1D` of transformers; None for
-    others."""
+    """The numbers of input and output features of a linear layer (torch's, or the transposed `Conv1D` of transformers);
+    None for other modules."""
     weight = getattr(module, "weight", None)
     if type(module) is nn.Linear:
         return module.in_features, module.out_features

@@ -31,12 +31,11 @@ from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
 class Looks(Protocol):
-    """Finds the bytes on the model's device that belong to no training step of the model. `memopt.run` implements
-    it."""
+    """Finds the bytes on the model's device that belong to none of its training steps; `memopt.run` implements it."""
 
     @property
     def fixed_bytes(self) -> int | None:
-        """The bytes that the user gave as `elsewhere_gb`, or 0 for a plan for another device; None where `look` finds
+        """The bytes that the user gave as `elsewhere_gb`, 0 for a plan for another device; None where `look` finds
         them."""
 
     @property
@@ -67,26 +66,25 @@ class Looks(Protocol):
 
 
 class CallAccounts:
-    """Makes the accounts of a model's training calls. Bytes on the device that are no part of the step have a row of
-    their own."""
+    """Makes the accounts of a model's training calls. Bytes elsewhere on the device have a row of their own."""
 
     def __init__(self, terms: ModelTerms, optimizer_choice: OptimizerChoice, beside: Looks) -> None:
         self.terms, self.optimizer_choice, self.beside = terms, optimizer_choice, beside
         self._found: Elsewhere | None = None
-        """What was found when the planning that is under way began; None at other times."""
+        """The result of `Looks.look` when the current planning began; None outside of planning."""
         self.reached: frozenset[int] = frozenset()
         """The `id`s of the parameters that got a gradient in any call that was captured."""
         self.unforeseen_bytes = 0
         """The bytes that plans leave free since an allocation failed in a planned step."""
         self._card_state: CardState | None = None
-        """What torch's allocator held when the planning that is under way began; None where that does not matter."""
+        """What torch's allocator held when the current planning began; None outside of planning, and where
+        `_card_state_now` returns None."""
         self._counted: dict[tuple[str, tuple[int, ...]], OptimizerAccount] | None = None
         """The optimizer's memory by device type and the `id`s of the parameters that it steps, kept while a call is
         being planned; None at other times."""
 
     def note_reached(self, parameters: Collection[int]) -> None:
-        """From now on count optimizer state for the parameters with these `id`s too, because they have got
-        gradients."""
+        """Count optimizer state for the parameters with these `id`s too from now on, since they have gradients."""
         self.reached |= frozenset(parameters)
 
     def leave_free(self, nbytes: int) -> None:
@@ -120,7 +118,7 @@ class CallAccounts:
         elsewhere = situation.elsewhere or 0
         if found is not None:
             elsewhere = found.beside(account)
-            # The tolerance has room for what is less: a few numbers that appear between two runs refuse nothing.
+            # Rounded down, since the tolerance has room for the rest: small new tensors then refuse no stored plan.
             elsewhere -= elsewhere % max(1, self.beside.tolerance_bytes // 2)
         caching = account.caching
         return replace(
@@ -182,7 +180,7 @@ class CallAccounts:
     def _optimizer_account(
         self, optimizer: Any, parameters: Iterable[torch.Tensor], device_type: str, idle: Collection[torch.Tensor]
     ) -> OptimizerAccount:
-        """As `optimizer_account`; within a block of `one_trial` found once. Warns once of bytes that are a guess."""
+        """The result of `optimizer_account`, computed once in a block of `one_trial`. Warns once if it is a guess."""
         stepped = list(parameters)
         key = (device_type, tuple(map(id, stepped)))
         found = self._counted.get(key) if self._counted is not None else None
@@ -194,13 +192,13 @@ class CallAccounts:
         return found
 
     def _card_state_now(self, call: Call) -> CardState | None:
-        """What torch's allocator holds now; None for another device than a card that this process uses, and where the
-        user says what lies elsewhere."""
+        """What torch's caching allocator holds now; None for a device without one, and where the user gives
+        `elsewhere_gb`."""
         device = self.terms.device()
         if self.beside.fixed_bytes is not None or not device_of(device).caching:
             return None
         gc.collect()
-        with suppress(torch.OutOfMemoryError):  # a budget with no room for them is refused
+        with suppress(torch.OutOfMemoryError):  # then the budget has no room for them, and is refused later
             device_of(device).start_libraries(device)
         libraries = device_of(self.terms.card).library_workspaces(self.terms.card)
         return card_state(self.terms.model, tensors_in(call), libraries, device)
@@ -211,10 +209,10 @@ class CallAccounts:
         return live_optimizer_of(self.terms.options.optimizer, self.beside.found.optimizers)
 
     def _trained(self, reached: frozenset[int] | None, situation: Situation) -> tuple[Trains, Trains]:
-        """Two predicates of a parameter: whether it has a gradient once the call's backward is over, and whether the
-        optimizer may step it, as it does those that other calls or code outside of the forward reach, too. `reached`
-        are the `id`s of the parameters that the call reaches. Both hold for all parameters where it is None, with
-        buckets of `DistributedDataParallel`, and once levers on the optimizer are chosen."""
+        """Two predicates of a parameter: whether it has a gradient after the call's backward; and whether the optimizer
+        may step it, which also holds if other calls or code outside of the forward give it a gradient. `reached` are
+        the `id`s of the parameters that get a gradient from the call. Both predicates hold for all parameters where it
+        is None, with buckets of `DistributedDataParallel`, and once levers on the optimizer are chosen."""
         if reached is None or self.optimizer_choice.chosen is not None or situation.buckets is not None:
             return (lambda parameter: True), (lambda parameter: True)
         stepped = reached | self.reached | self.stepped_elsewhere
@@ -237,15 +235,15 @@ class CallAccounts:
 
 @cache
 def _say_once(guess: str) -> None:
-    """Warn that an optimizer's memory is guessed, if it is."""
+    """Warn, once for each text, with `guess`: why an optimizer's memory is guessed; empty where it is counted."""
     if guess:
         warnings.warn(guess, stacklevel=2)
 
 
 def _with_buckets(account: Account, buckets: Buckets) -> Account:
-    """The account under `DistributedDataParallel`. Gradients that become views of the buckets when they are computed
-    count in the row of the buckets alone, and the others as held. Of gradients that become views only when they are
-    exchanged, `into_buckets` has the bytes."""
+    """The account under `DistributedDataParallel`. If gradients are views of the buckets as soon as they are computed,
+    they count only in the row of the buckets, and gradients outside of the buckets as held. If they become views when
+    they are exchanged, `into_buckets` has their bytes."""
     exchanged = min(account.gradients, buckets.nbytes) if buckets.views else 0
     if not buckets.hold_gradients:
         return replace(account, buckets=buckets.nbytes, into_buckets=exchanged)

@@ -54,7 +54,8 @@ NOT_FUSED = (
 )
 
 CompiledKey: TypeAlias = tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]
-"""The regions of a call, its account without what lies beside the step, and the parameters that other calls reach."""
+"""The regions of a call, its account without the bytes elsewhere, and the `id`s of the parameters that get gradients
+from other calls."""
 
 _MOST_STEPS = 24
 """The number of traced steps that are kept: each holds the graphs of one capture under one lever set."""
@@ -93,8 +94,7 @@ class CallPlanner:
         """Data-dependent sizes, by the fingerprint of their region."""
 
     def differentiate_outputs(self) -> None:
-        """From the next call on, differentiate all outputs, since an output other than the loss has received a
-        gradient."""
+        """From the next call on, differentiate all outputs, since one other than the loss has received a gradient."""
         self.differentiate_all = True
 
     @property
@@ -131,14 +131,13 @@ class CallPlanner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for plans and errors: on the options, levers that are not used, and bytes that are no part of the
-        step."""
+        """Notes for plans and errors: on the options, levers that are not used, and bytes elsewhere on the device."""
         terms = self.terms
         found = (*terms.options.notes(terms.device().type), *self.optimizer_choice.notes)
         found += tuple(filter(None, [self.accounts.beside.note]))
         if terms.idle_levers:
             names = " and ".join(map(repr, sorted(terms.idle_levers)))
-            found += (f"{names} in allow is not used, since this step is in fp32; give precision='bf16' for it",)
+            found += (f"{names} in allow is not used, since this step is in fp32; give precision='bf16' to use it",)
         return found
 
     def traced(self, captured: CapturedCall, call: Call, hooked: frozenset[int], levers: Rewriting) -> TracedStep:
@@ -159,7 +158,7 @@ class CallPlanner:
 
     def _trace(self, captured: CapturedCall, rewriting: Rewriting) -> tuple[JointGraph, ...]:
         if self._traces:
-            gc.collect(1)  # the trace before has left cycles, between which these graphs would lie scattered
+            gc.collect(1)  # frees the reference cycles of the last trace, among which these graphs would lie scattered
         with stage("tracing"):
             try:
                 backend = self.terms.call_backend(whole=captured.whole)
@@ -173,7 +172,7 @@ class CallPlanner:
         self._traces, self.traces, self._steps = earlier._traces, earlier.traces, earlier._steps
         self._data_sizes, self.compiled_least = earlier._data_sizes, earlier.compiled_least
         self.differentiate_all = earlier.differentiate_all
-        self.forget_solvers()  # what they found for another budget would make plans depend on what was asked before
+        self.forget_solvers()  # schedules found for another budget would make plans depend on the order of requests
 
     def forget_solvers(self) -> None:
         """Free the solvers of all calls, which take more memory than the graphs; called once a call is planned."""
@@ -223,13 +222,13 @@ class CallPlanner:
             return None
         if not captured.whole:
             raise CaptureError(
-                f"mesh needs a forward that is one graph; this one breaks, since {captured.break_reason}"
+                f"mesh needs a forward that is one graph; this one breaks, since {captured.break_reason}; give no mesh"
             )
         return ShardedCall.of(self.terms.sharding, captured.runs[0].parameter_ids)
 
     def _sizes(self, region: JointGraph, call: Call, rewriting: Rewriting) -> DataSizes:
-        """The data-dependent sizes of a region, observed by running the call's forward without gradients; unknown for
-        fake tensors."""
+        """The data-dependent sizes of a region, observed by running the call's forward without gradients; empty for
+        fake tensors, on which nothing can be observed."""
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.terms.model.parameters(), *tensors_in(call)))):
             return DataSizes()
@@ -244,10 +243,10 @@ class CallPlanner:
         dtypes."""
         with suppress(Exception), autocast_to(low, region, keeps_casts=False):
             return observe(self.terms.model, call, self.plain)
-        return observe(self.terms.model, call, self.plain)  # index_add, for one, adds no bf16 to fp32
+        return observe(self.terms.model, call, self.plain)  # index_add, for one, cannot add bf16 to fp32
 
     def capture_on_fakes(self, call: Call, narrowed: ParameterCast | None) -> CapturedCall:
-        """The call captured on fake tensors, with parameters and inputs cast as `narrowed` says (None: as they are).
+        """The call captured on fake tensors, with parameters and inputs cast as `narrowed` says (None: not cast).
         Raises `CaptureError` where the model cannot be captured without values."""
         if self.terms.sharding is not None:
             narrowed = ParameterCast(self.terms.sharding.dtype, frozenset())

@@ -26,11 +26,11 @@ class OnCard:
     name: str
     memory_bytes: int
     needed_bytes: int
-    """The smallest budget that works there."""
+    """The smallest budget within which the step fits on this card."""
     seconds: float | None
-    """Forward and backward as planned for it, by the time model; None where the step does not fit."""
+    """Seconds of forward and backward as planned for this card, by the time model; None where the step does not fit."""
     added_time: float | None
-    """The added time in it, as a fraction of the step with nothing recomputed there."""
+    """Added time as a fraction of the step with nothing recomputed on this card; None as for `seconds`."""
     batches: float | None
     """An estimate of the largest batch that fits, with as much recomputed as needed, as a multiple of this batch; None
     where larger batches cannot be captured."""
@@ -75,7 +75,7 @@ def _best(rows: Sequence[OnCard]) -> OnCard:
 
 
 def _on(card: Hardware, step: PricedStep, account: Account) -> OnCard:
-    """A step under one set of levers on a card."""
+    """The row of a card for a step under one set of levers, with `batches` still to be found."""
     link = None if step.settings.link is None else offload_link(card, {OFFLOAD_ACTIVATIONS.name})
     joined = step.traced.price(replace(step.settings, hardware=card, link=link)).problem
     seconds = added = None
@@ -90,22 +90,21 @@ Larger: TypeAlias = Callable[[int], tuple[PricedStep, Account]]
 """Gives, for a number n, the step under all levers with a batch n times as large, and its account. Raises
 `CaptureError` where that cannot be captured."""
 _MORE, _MOST = 16, 128
-"""The largest multiples of the batch at which the need is found: for a first line, from the batch itself to there; and
-for a second one, from there to about a full card. Graphs with more chunks take long to trace."""
+"""The largest multiples of the batch that are traced: for a first line, from the batch itself to there; and for a
+second line, from there to about a full card. Larger ones take long to trace where losses are computed in chunks."""
 
 
 @dataclass(frozen=True)
 class _Growth:
-    """The bytes that a step needs, as a straight line over the number of batches; without what the card's context
-    takes."""
+    """The bytes that a step needs, without those of `_beside`, as a straight line over the multiple of the batch."""
 
     fixed: float
     each: float
 
     @classmethod
     def of(cls, larger: Larger, card: Hardware) -> _Growth | None:
-        """The line through two numbers of batches, one of which about fills the card; None where larger batches cannot
-        be captured, or need no more bytes."""
+        """The line through two multiples of the batch, one of which about fills the card; None where larger batches
+        cannot be captured, or need no more bytes."""
         needs: dict[int, int] = {}
 
         def need(count: int) -> int:
@@ -127,10 +126,10 @@ class _Growth:
         return None
 
     def batches(self, room_bytes: int) -> float:
-        """How many batches fill a card that has so much room beside what it keeps for itself."""
+        """The multiple of the batch that fills a card on which tensors have `room_bytes`."""
         return max(0.0, (room_bytes - self.fixed) / self.each)
 
 
 def _beside(account: Account) -> int:
-    """The bytes of a card that no tensor can have: its context, and the reserve of the account."""
+    """The bytes of a card that no tensor can take: its context, and the reserve of the account."""
     return account.context + account.reserve

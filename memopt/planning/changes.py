@@ -1,4 +1,4 @@
-"""One change of a plan to one operator, as data, and the facts of a graph's nodes that it tells."""
+"""One change of a plan to one operator, as data (`Change`), and the facts of a graph's nodes from which it is made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAVED, RECOMPUTED, OFFLOADED, FREED, IN_PLACE, MOVED = (
 )
 KEPT = "kept gathered"
 KINDS = (DTYPE, CAST, FUSED, CHUNKED, REWRITTEN, REMOVED, SAVED, RECOMPUTED, OFFLOADED, FREED, IN_PLACE, KEPT, MOVED)
-"""The kinds of changes in the order in which a module's are shown."""
+"""The kinds of changes, in the order in which the changes of a module are shown."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Change:
     number: int = 0
     """Position among the calls of the same operator by the same line in the same module, for comparing blocks."""
     detail: str = ""
-    """Part of the change's meaning: the dtypes, or the operators that it replaces."""
+    """What the change is, beyond its kind: the dtypes, or the operators that it replaces; part of `meaning`."""
     reason: str = ""
     readers: tuple[str, ...] = ()
     """Operators in whose backward a recomputed or fetched value is first read."""
@@ -65,8 +65,8 @@ class Change:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """What identifies the change: equal for the same change of the same operator in two plans, whatever its bytes
-        and seconds."""
+        """What identifies the change: equal in two plans for the same change of the same operator, whatever its
+        bytes."""
         return self.kind, self.module, self.operator, self.code, self.number, self.detail, self.times, self.region
 
 
@@ -83,7 +83,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class GraphFacts:
-    """The nodes of one graph by name. `change` makes a `Change` of a node, with the fields that the graph tells."""
+    """The nodes of one graph by name. `change` makes a `Change` of a node, with what the graph tells about it."""
 
     def __init__(self, graph: fx.Graph, region: int) -> None:
         self.region = region
@@ -105,8 +105,7 @@ class GraphFacts:
         return source, linecache.getline(path, int(line)).strip() if source else ""
 
     def change(self, kind: str, node: fx.Node, **fields: Any) -> Change:
-        """The change `kind` of a node, with the node's names, module and source line; `fields` are further fields of
-        `Change`."""
+        """The change `kind` of a node, with the node's names, module and source line; `fields` are further fields."""
         source, code = self.line(node)
         return Change(
             kind,
@@ -130,8 +129,8 @@ def operator_name(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line outside of torch that called the node's operator, as "file:line"; "" where tracing recorded
-    none."""
+    """The innermost line outside of torch that called the node's operator, as "file:line", or the innermost of all if
+    all are torch's; "" where tracing recorded none."""
     return _innermost(node.meta.get("stack_trace") or "")
 
 

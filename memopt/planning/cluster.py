@@ -23,8 +23,7 @@ DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """The cluster that is planned for, the dtype in which parameters are gathered, and how layers are split among
-    cards."""
+    """The cluster to plan for, the dtype in which parameters are gathered, and how layers are split among cards."""
 
     cluster: Cluster
     dtype: torch.dtype
@@ -33,7 +32,7 @@ class ClusterOptions:
 
     def one_card(self, model: nn.Module) -> nn.Module:
         """A copy of the model on "meta" as one card has it: parameters that tensor parallelism splits have their local
-        shape, all others their full shape, which `fully_shard` is yet to spread. Raises `ValueError` where tensor
+        shape, all others their full shape, as before `fully_shard`. Raises `ValueError` where tensor
         parallelism cannot split the model."""
         cards, copied = self.cluster.mesh.tp, meta_copy(model)
         return copied if cards == 1 else TensorParallel.of(model, cards, self.tp_plan).part_of(copied)
@@ -51,15 +50,15 @@ class ClusterOptions:
         notes = [
             f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} "
             "while the block before computes, and freed after it unless the plan keeps them; those outside of blocks "
-            "are one group and stay; gradients are reduced in float32 when a block's backward is done; shards keep the "
-            "parameters' dtype",
+            "are one group and stay gathered; gradients are reduced in float32 when a block's backward is done; shards "
+            "keep the parameters' dtype",
             f"{joined.name}, {joined.cards_per_node} cards in a node: {rates}",
             "NCCL's buffers, which torch's allocator does not hold, are not counted",
         ]
         if mesh.tp > 1:
             notes.append(
                 f"each of the {mesh.tp} cards of a 'tp' group has a part of the heads and of the widths of layers, "
-                "and between layers a part of the sequence; compute waits for what they exchange"
+                "and between layers a part of the sequence; compute waits for the exchanges"
             )
         return tuple(notes)
 
@@ -84,7 +83,7 @@ def check_cluster_options(
             raise ValueError("tp_plan needs mesh too, such as mesh={'dp_shard': 8, 'tp': 8}")
         return None
     if device in (None, HOST.type):
-        raise ValueError(f"a plan with mesh is for a card named by device, such as device='h100', not {device!r}")
+        raise ValueError(f"with mesh, device must name the card to plan for, such as device='h100', not {device!r}")
     if not isinstance(precision, str) or precision not in DTYPES:
         known = ", ".join(map(repr, DTYPES))
         raise ValueError(
@@ -96,7 +95,7 @@ def check_cluster_options(
             f"parameters; give {type(optimizer).__name__}, or functools.partial of it"
         )
     if further := sorted(set(allow) - DEFAULT_LEVERS):
-        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; leave it out of allow, or mesh out")
+        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; take it out of allow, or give no mesh")
     if tp_plan is not None and cluster.mesh.tp == 1:
         raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
     return ClusterOptions(cluster, DTYPES[precision], tp_plan)
@@ -104,8 +103,7 @@ def check_cluster_options(
 
 @dataclass(frozen=True)
 class ShardedCall:
-    """How FSDP2 shards a model's parameters, in groups, and which inputs of a call's only graph are the parameters of
-    each group."""
+    """How FSDP2 shards a model's parameters, in groups, and which inputs of a call's only graph are in each group."""
 
     sharding: Sharding
     inputs: tuple[frozenset[int], ...]

@@ -18,7 +18,7 @@ from memopt.solver import Schedule
 
 COMPUTE, MEMORY, GATHER, REDUCE, EXCHANGE = "compute", "memory", "gather", "reduce", "tensor parallel"
 Seconds = Counter[str]
-"""Seconds by what bounds them."""
+"""Seconds by what bounds them (the names above)."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class ClusterStep:
     memory traffic and launches; "gather" and "reduce": exchanges of parameters and gradients that take longer than the
     block computes beside which they run; "tensor parallel": exchanges within the layers."""
     gathers_seconds: float
-    """All gathers of parameters, most of which run beside compute."""
+    """Total time of the gathers of parameters, most of which overlap with compute."""
     reductions_seconds: float
-    """All reductions of gradients, likewise."""
+    """Total time of the reductions of gradients, most of which overlap too."""
     blocks: tuple[tuple[str, int, float, float, float, float], ...]
     """Each group of parameters: path, bytes gathered, seconds to gather once and to reduce, seconds of its forward and
     of its backward with what is recomputed in it. "" is the root's group."""
@@ -74,7 +74,7 @@ def cluster_step(
     freed = blocks[: len(blocks) - kept]
     bounds = _forward(root, blocks) + _backward(root, blocks, freed)
     card = step.settings.hardware
-    # The optimizer's step reads parameters, gradients and state, and writes the first and the last.
+    # The optimizer's step reads parameters, gradients and state, and writes parameters and state.
     moved = 2 * account.parameters + account.gradients + 2 * account.optimizer_state
     bounds += _only(MEMORY, moved / (card.bytes_per_second * card.bandwidth_efficiency))
     mesh = sharding.cluster.mesh
@@ -96,8 +96,8 @@ def _row(times: _GroupTimes) -> tuple[str, int, float, float, float, float]:
 
 
 def _forward(root: _GroupTimes, blocks: Sequence[_GroupTimes]) -> Seconds:
-    """The forward: the root's parameters and the first block's are waited for, those of every other block are gathered
-    while the block before it computes."""
+    """Seconds of the forward: the root's parameters and the first block's are waited for, those of every other block
+    are gathered while the block before it computes."""
     total: Seconds = Counter({GATHER: root.gather + (blocks[0].gather if blocks else 0.0)})
     following = [block.gather for block in blocks[1:]] + [0.0]
     for block, gather in zip(blocks, following, strict=True):
@@ -106,9 +106,8 @@ def _forward(root: _GroupTimes, blocks: Sequence[_GroupTimes]) -> Seconds:
 
 
 def _backward(root: _GroupTimes, blocks: Sequence[_GroupTimes], freed: Sequence[_GroupTimes]) -> Seconds:
-    """The backward: while a block computes, the next one's parameters are gathered if it is one of `freed`, and the
-    gradients of the one before are reduced; those of the first block and of the root's parameters are reduced at the
-    end."""
+    """Seconds of the backward: while a block computes, the next one's parameters are gathered if it is in `freed`, and
+    the gradients of the one before are reduced; those of the first block and of the root are reduced at the end."""
     order = list(reversed(blocks))
     gathers = [block.gather if block in freed else 0.0 for block in order] + [0.0]
     total = _beside(root.backward, gather=gathers[0])

@@ -1,6 +1,5 @@
-"""Plans that follow from others: of a forward beside others like it, of a step with further regions, and with bytes
-left free for the steps of other models; and the bytes of a step that do not last from step to step (`StepBytes`), by
-which such plans are found."""
+"""Plans that are derived from other plans: for a forward while others like it wait, for a step with further regions,
+and with bytes left free for the steps of other models. They are found by the bytes of a step (`StepBytes`)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from memopt.solver import RematProblem, Schedule, Solution, simulate
 from memopt.units import size
 
 _ROUNDS = 4
-"""How often the room for the others is narrowed down after a plan was found."""
+"""How often the bytes left for the other forwards are refined after a first plan was found."""
 _MARGIN = 16
 """A guess lies at least one part in this many of the remaining interval away from both of its ends."""
 _CLOSE = 64
@@ -62,7 +61,7 @@ def among_equals(
         if least_of:
             works_bytes = min(works_bytes, least(alone, room)[1])
         raise _refusal(budget_bytes, works_bytes, others, alone) from None
-    low, lacking = 0, others * found.held_bytes  # what the others lack where they have `low`
+    low, lacking = 0, others * found.held_bytes  # the bytes that the others lack if `low` is left for them
     high = lacking
     try:
         found = beside(high)
@@ -89,12 +88,12 @@ def among_equals(
             spare = high - needed
         else:
             low, lacking = middle, needed - middle
-            spare //= 2  # as in the Illinois method: else guesses would creep up from below
+            spare //= 2  # as in the Illinois method (regula falsi), without which guesses approach from below only
     return found
 
 
 def _refusal(budget_bytes: int, works_bytes: int, others: int, plan: Plan) -> BudgetError:
-    """The error for a budget that leaves others too little room beside this plan, with one that leaves enough."""
+    """The error for a budget that leaves too little room for `others` beside this plan; `works_bytes` leaves enough."""
     reason = f"{others + 1} forwards of this model before the first backward"
     if elsewhere := plan.account.elsewhere:
         reason += f", elsewhere {size(elsewhere)}"
@@ -135,7 +134,7 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
 def _schedule(joined: Joined, before: Joined, schedule: Schedule, known: Sequence[int | None]) -> Schedule:
     """The evaluations of all forwards in order, then of all backwards from the last to the first. A region evaluates
     its operators in the order in which `schedule` evaluates those of the region of `before` that `known` gives for it;
-    each once, in program order, where there is none or its operators differ."""
+    where `known` gives none, or one with other operators, each once in program order."""
     parts = _parts(before, schedule)
     forwards: list[int] = []
     backwards: list[list[int]] = []
@@ -171,8 +170,8 @@ def _same_ops(joined: Joined, number: int, before: Joined, at: int) -> bool:
 
 
 _SLACK = 0, 16, 8, 4, 2
-"""The plan that holds least may have a peak above the smallest: by nothing, or by one part in so many of it. The first
-of these with which there is a plan is taken."""
+"""How far the peak of the plan that holds least may lie above the smallest peak: not at all (0), then by 1/16, 1/8, 1/4
+and 1/2 of it. The first with which there is a plan is used."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +184,11 @@ class StepBytes:
     least_held: int
     """Held between forward and backward, by the plan that holds least."""
     least_peak: int
-    """The most that this plan holds at once."""
+    """The peak of that plan."""
     held: int
     """Held between forward and backward, with nothing recomputed."""
     peak: int
-    """The most that is held at once, with nothing recomputed."""
+    """The peak with nothing recomputed."""
 
     @classmethod
     def of(cls, plan: Plan) -> StepBytes:
@@ -210,8 +209,7 @@ class StepBytes:
         )
 
     def with_callers_code(self, nbytes: int) -> StepBytes:
-        """The bytes of the same step where the caller's code allocates `nbytes` between the forward and the
-        backward."""
+        """The bytes of the same step where the caller's code allocates `nbytes` between forward and backward."""
         least, most = max(self.least_peak, self.least_held + nbytes), max(self.peak, self.held + nbytes)
         return replace(self, least_peak=least, peak=most)
 
@@ -222,8 +220,8 @@ class StepBytes:
 
 def lasting_bytes(account: Account, *, beside: bool = False) -> int:
     """The bytes of a step that stay from step to step: parameters, gradients, optimizer state and the like. With
-    `beside`, what the account counts beside the step is included: what other forwards hold and what lies elsewhere on
-    the device."""
+    `beside`, what the account counts beside the step is included: other forwards, and what lies elsewhere on the
+    device."""
     gradients = 0 if account.gradients_held else account.gradients
     others = 0 if beside else account.other_forwards + account.elsewhere
     return account.resident_bytes + gradients - others
@@ -294,7 +292,7 @@ def tangent_bytes(plan: Plan) -> int:
 
 def least_plan(plan: Plan) -> Plan:
     """The plan of the same step whose forward leaves the fewest bytes for its backward, at a peak near the smallest.
-    Its budget, as plans show it, is that of `plan`."""
+    Its `budget_bytes` is that of `plan`."""
     account = replace(plan.account, meanwhile=0)
     bare = replace(account, rounding=0, fragmentation=0) if account.caching else account
     step = Priced(plan.solved[0], bare).under(bare)
@@ -325,7 +323,7 @@ def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_by
     ends. Where the budget is too small for that, fewer bytes stay until the end; if it still is, fewer are left free.
 
     `plan(nbytes, staying)` returns the plan that leaves so many bytes free, or raises `BudgetError`. The figures of the
-    plan returned do not count these bytes. `plan(0, 0)` is tried last, and its error is raised."""
+    plan returned do not count these bytes. `plan(0, 0)` is tried last, and its `BudgetError` is raised."""
 
     def alone(nbytes: int, staying: int) -> Plan:
         found = plan(nbytes, staying)

@@ -105,8 +105,7 @@ def rows_to(plan: Plan, before: Sequence[ReceiptRow]) -> tuple[ReceiptRow, ...]:
 
 
 def writes_over(plan: Plan) -> bool:
-    """Whether operators of the plan's backward write their results into the memory of operands that are read no
-    more."""
+    """Whether operators of the plan's backward overwrite operands that are not read again."""
     return any(region.reuses for region in plan.solved[0].traced.regions)
 
 
@@ -120,8 +119,8 @@ def plan_by(
     effort: Effort,
     source: PlanSource,
 ) -> Plan:
-    """The plan of a step, with all its figures, from `solution`, which solves the problem `joined`. `regions` has the
-    same schedule split by region."""
+    """The plan of a step, with all its figures, from `solution`, which solves the problem `joined`. `regions` has its
+    schedule, split by region."""
     traced = step.traced
     gradients = sum(region.gradients for region in traced.regions)
     return Plan(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def shown(name: str) -> Any:
-    """The module of `memopt.show` with this name, imported when it is first needed. Plans, frontiers and diffs call its
-    functions to be shown."""
+    """The module of `memopt.show` with this name, imported on first use. Plans, frontiers and diffs print and draw
+    themselves by its functions."""
     return import_module(f"memopt.show.{name}")
 
 
@@ -39,8 +39,7 @@ def load(path: str | Path, kind: type[ValueT], called: str, mend: str) -> ValueT
     """The value of type `kind` that `save` wrote. In messages, `called` says what the file should hold, and `mend` what
     to do instead.
 
-    Raises `PlanFileError` with the path, the reason and the mend for any other file, and `OSError` where it cannot be
-    read."""
+    Raises `PlanFileError` with path, reason and mend for any other file, and `OSError` where it cannot be read."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -66,7 +65,8 @@ class _FrontierSource(Protocol[MadeT]):
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """The best plan found within one budget. GB are of 1024³ bytes, times fractions of `Frontier.step_seconds`."""
+    """The best plan found within one budget. GB are of 1024³ bytes; times are fractions of
+    `Frontier.step_seconds`."""
 
     budget_gb: float
     peak_gb: float

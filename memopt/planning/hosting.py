@@ -9,19 +9,18 @@ from memopt.planning.priced_step import PricedStep
 from memopt.units import size
 
 _SHARES = 8
-"""The bytes that may lie on the host are cut into so many parts: one of them, two, … and all are tried."""
+"""Plans are tried with 1/8, 2/8, … and all of the bytes of frozen parameters that may lie on the host."""
 
 
 def lacking(step: PricedStep) -> tuple[str, ...]:
-    """A note for the plan where host memory has no room for all frozen parameters that may be stored there; else an
-    empty tuple."""
+    """A note for the plan where host memory has no room for all frozen parameters that may lie there; else none."""
     total, link = sum(step.hostable.values()), step.settings.link
     room = None if link is None else link.host_bytes
     if room is None or total <= room:
         return ()
     return (
         f"the host has room for {size(int(room))} of the {size(total)} of frozen parameters that may lie there: give "
-        "host_gb where it has more",
+        "host_gb if it has more",
     )
 
 

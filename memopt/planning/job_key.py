@@ -51,8 +51,8 @@ class PlanJob:
     def key(self, graph_module: fx.GraphModule) -> str | None:
         """The key, a hash, of the call with the graph that Dynamo captured of it.
 
-        None where another process could not recognise the call: for an optimizer made by a function, or sizes that may
-        change."""
+        None where another process could not recognise the call: for an optimizer made by a function, or changing
+        sizes."""
         values = [node.meta.get("example_value") for node in graph_module.graph.nodes if node.op == "placeholder"]
         if any(isinstance(value, torch.SymInt) for value in values):
             return None
@@ -66,8 +66,8 @@ class PlanJob:
 
     def sketch(self) -> str | None:
         """A key that needs no capture, made from the model's structure, plain attributes and source. Calls with equal
-        sketches most likely have equal graphs; a plan found by it must be checked against `key` before it runs. None as
-        for `key`."""
+        sketches most likely have equal graphs; a plan found by it must be checked by `key` before it runs. None as for
+        `key`."""
         modules = dict(self.model.named_modules())
         attributes = [(name, _attributes(module)) for name, module in modules.items()]
         call = call_signature(self.call), same_tensors(self.call)
@@ -153,8 +153,7 @@ def _torch() -> tuple[Any, ...]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a module's forward may read besides its parameters; functions and the like by their type
-    only."""
+    """The attributes that a module's forward may read besides its parameters; functions by their type only."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return {name: (_text(value), _attribute_texts(value)) for name, value in own.items()}
 
@@ -183,7 +182,7 @@ def _source_file(kind: Any) -> Path | None:
     return _source_files[kind]
 
 
-# A class may belong to one model (that of a parametrised layer does), and a function hold one.
+# Weak, since a class may be made for one model (as for a parametrised layer), and a function may hold a model.
 _source_files: weakref.WeakKeyDictionary[Any, Path | None] = weakref.WeakKeyDictionary()
 
 
@@ -194,8 +193,8 @@ def _file_digest(file: Path) -> str:
 
 
 def _value(value: Any) -> Any:
-    """A tensor's shape, strides, dtype, device type and kind, and how it is spread over ranks; the same for all device
-    meshes; other values as they are."""
+    """What a key has of a value: for a tensor its shape, strides, dtype, device type and kind, and how it is spread
+    over ranks; for a device mesh a constant; any other value itself."""
     if not isinstance(value, torch.Tensor):
         return "a mesh" if is_opaque(value) else value
     kind = (tuple(value.shape), value.stride(), value.dtype, value.device.type)
@@ -203,7 +202,7 @@ def _value(value: Any) -> Any:
 
 
 def _optimizer(optimizer: Any) -> Any | None:
-    """The facts that an optimizer's memory depends on; None where they cannot be told."""
+    """The facts that an optimizer's memory depends on; None if unknown, as for a function that makes one."""
     if optimizer is None or isinstance(optimizer, str):
         return (optimizer,)
     if isinstance(optimizer, type):
@@ -224,13 +223,14 @@ def _parts_of_own(levers: Sequence[Lever]) -> list[object]:
 
 
 def _own(extension: object) -> tuple[str, str, str, str]:
-    """A pass, a solver or a part of a lever of the user's: its options, its name, and its source."""
+    """What a key has of a pass, a solver or a part of a lever of the user's: its `repr`, module, class and source."""
     kind = type(extension)
     return repr(extension), kind.__module__, kind.__qualname__, _source(kind)
 
 
 def _source(kind: type) -> str:
-    """The source of a class that is not torch's; the text of an address, which prevents a key, where there is none."""
+    """The source of a class; "" for torch's own. If no source is found, a text with an address, for which `_hash` is
+    None."""
     try:
         return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
     except (OSError, TypeError):
@@ -248,8 +248,7 @@ def _group(group: Mapping[str, Any], state: Mapping[Any, Any]) -> Any:
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with only the types of learning rates, whose values change from step to step and do not affect
-    memory."""
+    """The settings, with learning rates as their types: their values change between steps, and affect no memory."""
     return {name: type(value) if name in ("lr", "initial_lr") else value for name, value in settings.items()}
 
 

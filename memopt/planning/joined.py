@@ -29,8 +29,8 @@ from memopt.solver import (
 from memopt.solver.problem import BlockCall
 
 _MOST_WAYS = 2
-"""The number of schedules whose allocator calls are kept: one that is replayed in one budget after the other, and that
-with the smallest peak, which it is compared with."""
+"""The number of schedules whose allocator calls are cached: the one that is replayed for one budget after the other,
+and the one with the smallest peak, with which it is compared."""
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class Joined:
 
     problem: RematProblem
     owner: tuple[tuple[int, int], ...]
-    """By op the number of its region, and its index in that region's problem."""
+    """For each op the number of its region, and its index in that region's problem."""
     prices: tuple[PricedGraph, ...]
     recompute: bool = True
     """Whether operators may be recomputed."""
@@ -57,15 +57,15 @@ class Joined:
     """The bytes of the blocks that the card's libraries keep (`Device.library_workspaces`)."""
 
     left: frozenset[int] = frozenset()
-    """The numbers of the inputs that are stepped at the end of the backward only, since schedules read them late."""
+    """The input numbers of parameters stepped only at the end of the backward, as schedules read them late."""
     leaving: Callable[[frozenset[int]], Joined] | None = field(default=None, repr=False, compare=False)
-    """Returns the same problem with further inputs stepped at the end of the backward only."""
+    """Returns the same problem with further parameters, by input number, stepped only at the end of the backward."""
     on_cards: dict[tuple[object, ...], Account] = field(default_factory=dict, init=False, repr=False)
     """The results of `on_card`, by its arguments."""
     ways: LruCache[Schedule, tuple[Sequence[BlockCall], ...]] = field(
         default_factory=lambda: LruCache(_MOST_WAYS), init=False, repr=False, compare=False
     )
-    """The allocator calls of the schedules that were replayed last, as `step_ways` has them."""
+    """The allocator calls of the schedules that were replayed last, as `step_ways` returns them."""
     solved: dict[tuple[int, str, float], Solution | None] = field(default_factory=dict, init=False, repr=False)
     """The solutions of `portfolio`, by the bytes that the graph may hold, the effort and its limit in seconds; None
     where no schedule fits."""
@@ -83,8 +83,7 @@ class Joined:
 
     @cached_property
     def offloads(self) -> OffloadPortfolio:
-        """The solvers of schedules with offloads. Where recomputation is not allowed, their problem has no recomputable
-        op."""
+        """The solvers of schedules with offloads. Without recomputation, their problem has no recomputable op."""
         if isinstance(self.portfolio, Portfolio):
             return OffloadPortfolio(self.problem, self.portfolio)
         once = tuple(replace(op, recomputable=False) for op in self.problem.ops)
@@ -169,7 +168,7 @@ def _reads_of_others(
                 continue
             own = priced.given.get(number)
             readers = [at for at, op in enumerate(priced.problem.ops) if own in op.reads]
-            if own is None:  # written to, or a tensor that holds others
+            if own is None:  # the region writes to it, or it is a tensor subclass
                 readers = [len(priced.problem.ops) - 1]
             for at in readers:
                 found[region, at].append((maker, prices[maker].outputs[position]))
@@ -177,7 +176,7 @@ def _reads_of_others(
 
 
 ROUNDS = 4
-"""How often a problem is solved with fewer steps within the backward, before all are left to its end."""
+"""The most attempts to step parameters within the backward, before all are stepped at its end."""
 
 
 def solve_stepping(
@@ -187,8 +186,8 @@ def solve_stepping(
     The problem is `joined`, or the same with more parameters stepped at the end of the backward (all of them after
     `ROUNDS` attempts).
 
-    Each parameter's step comes right after the operators that it waits for, and the peak is at most `most_bytes`
-    (None: any)."""
+    Each parameter's step comes right after the operators that it waits for; the peak is at most `most_bytes`, if
+    given."""
     if not joined.steps:
         return joined, solve(joined)
     assert joined.leaving is not None
@@ -209,8 +208,7 @@ def solve_stepping(
 def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
     """The schedule with the optimizer's step of each parameter right after the last evaluation that reads the parameter
     or its gradient, which is where the emitted code has it. Also returns the numbers of the inputs whose step must wait
-    for the end of the backward, because no such position is valid; if there are any, the schedule is returned
-    unchanged."""
+    for the end of the backward, as no such position is valid; if there are any, the schedule is returned unchanged."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:
@@ -271,7 +269,8 @@ class _StepPositions:
         )
 
     def order(self, evaluations: int) -> list[int]:
-        """The positions in the order in which each step comes right after the evaluations that it waits for."""
+        """The positions below `evaluations`, reordered so that each step follows the last evaluation that it waits
+        for."""
         steps_after: dict[int, list[int]] = {}
         for op in sorted(self.at):
             steps_after.setdefault(self.last[op], []).append(self.at[op])
@@ -283,8 +282,7 @@ class _StepPositions:
 
 
 def _remapped(offload: Offload, old: list[int], new: list[int]) -> Offload:
-    """An offload with its positions `old` replaced by `new`; a position in neither list is replaced by that of its
-    neighbour."""
+    """An offload with its positions `old` replaced by `new`; a position in neither list becomes its neighbour's."""
 
     def after(position: int) -> int:
         return new[max(0, bisect_right(old, position) - 1)]

@@ -20,7 +20,7 @@ from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.units import size as in_words
 
-# A number is at most this many times as far from where the search began as the largest one known to fit.
+# The next number is at most this many times as far from the first one as the largest known to fit.
 _GROWTH = 8
 
 
@@ -29,7 +29,7 @@ class _Bracket:
     """A search over the numbers 1 to `most`, of which those up to the wanted one fit `budget_bytes`.
 
     To try few numbers, the next one is where a straight line through two known needs meets the budget; once a number is
-    known not to fit, every other one halves what is left.
+    known not to fit, every other one bisects the remaining interval.
     """
 
     budget_bytes: int
@@ -70,7 +70,7 @@ class _Bracket:
             if self.fits < number < self.refused:
                 return number
         start = self.first[0]
-        if not self.fits:  # twice as far below where the search began
+        if not self.fits:  # twice as far below the first number
             return max(1, self.refused - max(start - self.refused, 1))
         # Limited growth: inputs of a size may take memory, and a line through small numbers may be too flat.
         farther = max(self.fits - start, 1)
@@ -82,7 +82,7 @@ class _Bracket:
         low, high = (self.fits, self.refused) if self.is_closed else self._nearest()
         slope = (self.needs[high] - self.needs[low]) / (high - low)
         guess = low + int((self.budget_bytes - self.needs[low]) / slope) if slope > 0 else self.fits
-        if guess <= self.fits:  # where the needs predict too much, or nothing: twice as far from the start
+        if guess <= self.fits:  # the line leads to a number that fits, or nowhere: twice as far from the first number
             guess = most if not slope else self.fits + (1 if self.is_closed else farther)
         return min(guess, most)
 
@@ -93,7 +93,8 @@ class _Bracket:
 
 
 _NEAR = 1.25
-"""A lever set that needs up to this many times the budget is solved for it: another schedule may leave fewer gaps."""
+"""A lever set whose smallest budget is at most this multiple of the budget is solved for the budget all the same:
+another schedule may fragment the memory less."""
 
 
 def estimated_bytes(planner: CallPlanner, call: Call) -> int:
@@ -114,17 +115,17 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
             priced = traced.price(traced.account())
             request = Request(priced.account, budget_bytes, planner.terms.options.effort)
             found.append(_needed_bytes(priced.step.problem, request))
-            # On the CPU a set with fewer levers needs less in rare cases only.
+            # On the CPU, a set with fewer levers rarely needs less.
             if not priced.account.caching or not budget_bytes < found[-1] <= _NEAR * budget_bytes:
                 break
     return min(found)
 
 
 def _needed_bytes(joined: Joined, request: Request) -> int:
-    """The bytes of the schedule with the smallest peak, at most the budget where any schedule is within that.
+    """The bytes of the schedule with the smallest peak; at most the budget if any schedule is found within it.
 
-    On a GPU the smallest peak is not the least that is needed: the allocator's fragmentation differs from schedule to
-    schedule by a quarter of the step and more.
+    On a GPU another schedule than that may need fewer bytes: the allocator's fragmentation differs between schedules by
+    a quarter of the step and more.
     """
     least, budget_bytes = smallest(joined, request.account)[0], request.budget_bytes
     if not request.account.caching or not budget_bytes < least <= _NEAR * budget_bytes:
@@ -136,7 +137,7 @@ def _needed_bytes(joined: Joined, request: Request) -> int:
     return budget_bytes
 
 
-# Where this many steps fit, memory is taken not to depend on the size.
+# If this many steps fit, memory is assumed not to depend on the size.
 _ENDLESS = 2**24
 # The numbers of steps that are tried first: one sample alone is often traced as a special case.
 _FIRST, _FIRST_ESTIMATES = (1, 2), (2, 16)
@@ -182,19 +183,19 @@ class LargestSize:
         return search.fits * self.step
 
     def _estimates(self, most: int) -> _Bracket:
-        """A search by estimates, which has come to its end, or to a size that cannot be captured."""
+        """A search by estimates, after its end or after a size that cannot be captured."""
         search = _Bracket(self.budget_bytes, most, _FIRST_ESTIMATES)
         while self.estimate is not None and (number := search.next()) is not None:
             self._tell(f"estimating {number * self.step} ({self._within(search)})")
             try:
                 needed = self.estimate(number * self.step)
-            except CaptureError:  # as a plan of that size will say, if it is needed
+            except CaptureError:  # planning that size raises it again, if the search comes to it
                 break
             search.note(number, needed, fits=needed <= self.budget_bytes)
         return search
 
     def _within(self, search: _Bracket) -> str:
-        """The limits between which the search goes on, in words."""
+        """The sizes between which the search goes on, in words."""
         known = [f"{search.fits * self.step} fits" if search.fits else f"of {in_words(self.budget_bytes)}"]
         return ", ".join(known + [f"{search.refused * self.step} does not"] * search.is_closed)
 

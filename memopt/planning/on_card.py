@@ -33,16 +33,16 @@ from memopt.solver import Schedule
 from memopt.solver.problem import BlockCall
 
 SPARE = Spare(15)
-"""Left for what no replay of a schedule knows: the order of a kernel's own blocks, small ones that no graph has, and
-what a compiler changes."""
+"""The margin for what no replay of a schedule knows: the order of a kernel's own blocks, small blocks that no graph
+has, and what a compiler changes."""
 SPARE_COMPILED = Spare(5)
-"""Left for code that is compiled already, whose calls are known, as long as the allocator returns no segment. Where it
-must, the gaps that it leaves may be others than those of the replay, and `SPARE` is left."""
+"""The margin for compiled code, whose allocations are known, if the allocator returns no segment. If it has to, the
+gaps between its blocks may differ from those of the replay, and the margin is `SPARE`."""
 UNSPLIT = 3, 1000
-"""The share of the allocator's bytes by which they may exceed those of the replay: some of the blocks that are given
-out are a little larger than what was asked for, and which ones depends on all that was allocated before."""
+"""The share of the allocator's bytes, as a fraction, by which they may exceed those of the replay: some blocks are a
+little larger than requested, and which ones depends on all that was allocated before."""
 _NEXT = 1, 1024
-"""The share of a budget, as a fraction, by which the next one that is tried is larger."""
+"""The share of a budget, as a fraction, by which the next one to try is larger."""
 _SHARE = 1 / 256
 """The precision to which the least budget is found, as a fraction of the bytes allocated."""
 
@@ -52,8 +52,7 @@ def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     by replaying its allocations. On the CPU both are 0.
 
     An allocator on a full card returns free segments, so a process with exactly the resulting peak as its memory
-    completes its steps: this is the budget that a `BudgetError` names. The replay need not pass with every larger
-    budget."""
+    completes its steps: a `BudgetError` names this budget. The replay need not pass with every larger one."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -69,7 +68,7 @@ def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
 
 
 def _ways(joined: Joined, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
-    """The result of `step_ways`, found once for a schedule that is replayed in several budgets."""
+    """The result of `step_ways`, cached in `Joined.ways` for a schedule that is replayed for several budgets."""
     if schedule not in joined.ways:
         joined.ways[schedule] = step_ways(joined.problem, schedule)
     return joined.ways[schedule]
@@ -83,16 +82,17 @@ def _with_least_budget(
     free: AllocatorPeaks,
     above: int = 0,
 ) -> Account:
-    """The account that `fitted` gives for the least budget for which it gives one, to 0.4% of the bytes allocated, with
-    so much more fragmentation that this budget is its peak. Only budgets larger than `above` are tried, each rounded up
-    as messages show it (`as_text_has_it`); `free` has the allocator's peaks without a limit.
+    """The account that `fitted` returns for the least budget for which it returns one, found to 0.4% of the bytes
+    allocated. Its fragmentation is raised until its peak is that budget, which was tried itself: a budget above one
+    that works need not work.
 
-    The budget that is returned was tried itself: a larger one than one that works need not work.
+    Only budgets above `above` are tried, rounded up as messages show them (`as_text_has_it`); `free` has the
+    allocator's peaks without a limit.
     """
     low = max(above, context + SPARE.added_to(free.allocated_bytes) - 1)
     high = as_text_has_it(max(low + 1, context + SPARE.added_to(free.reserved_bytes)))
     found = None
-    # The least budget is more often near to the bytes handed out than to the bytes held.
+    # The least budget is mostly nearer to the bytes allocated than to the bytes reserved.
     while high - low > _SHARE * free.allocated_bytes and (middle := as_text_has_it(low + (high - low + 3) // 4)) < high:
         account = fitted(middle)
         low, high, found = (middle, high, found) if account is None else (low, middle, account)
@@ -105,8 +105,7 @@ def _with_least_budget(
 
 def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: int) -> Account | None:
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns
-    free segments only when it must; None where the step needs more. The bytes of `Account.lowering` are not
-    replayed."""
+    free segments only when it must; None where the step needs more. `Account.lowering` is not replayed."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -159,8 +158,8 @@ def without_allocator(account: Account) -> Account:
 
 
 def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
-    """The account's sums, less what is there already, as allocations: parameters, buffers and inputs in their actual
-    sizes, gradients and what the optimizer holds in those of the parameters that are trained."""
+    """The account's rows, less what is allocated already, as allocations: parameters, buffers and inputs in their
+    actual sizes, gradients and what the optimizer holds in those of the parameters that are trained."""
     trained = account.trained or joined.trained
     there = account.card_state or CardState()
     given, held, state = _to_come(account, there)
@@ -193,8 +192,8 @@ class _Row:
 
     @classmethod
     def of(cls, kind: Kind, planned: int, there: int) -> _Row:
-        """The row of `planned` bytes, `there` bytes of which lie on the card. Where more do, they are not what is
-        planned: they count as freed, and all of the row as still to be allocated."""
+        """The row of `planned` bytes, `there` bytes of which lie on the card. If more lie there, they are not
+        those planned: they count as freed, and the whole row as still to be allocated."""
         return cls(kind, planned, True) if there > planned else cls(kind, planned - there, False)
 
 
@@ -209,7 +208,7 @@ def _to_come(account: Account, there: CardState) -> tuple[_Row, _Row, _Row]:
 
 
 def _beyond(sizes: Sequence[int], there: int) -> Iterator[int]:
-    """The sizes without `there` bytes in total, which are taken from the last size first, then from those before it."""
+    """The sizes, reduced by `there` bytes in total: the last size first, then those before it."""
     left: list[int] = []
     for nbytes in reversed(sizes):
         taken = min(nbytes, there)
@@ -233,8 +232,7 @@ def _with_overhead(bare: Account, requested: int, peaks: AllocatorPeaks, held: i
 
 
 def _split_into(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """`total` bytes as blocks of the positive `sizes`, repeated in this order until one does not fit, and the rest as
-    one block."""
+    """`total` bytes as blocks of the positive `sizes`, repeated in this order until one does not fit, then the rest."""
     return tuple(_blocks_of(total, [size for size in sizes if size > 0]))
 
 
@@ -250,10 +248,9 @@ def _blocks_of(total: int, sizes: Sequence[int]) -> Iterator[int]:
         yield left
 
 
-# What stays free of a card where no budget is given, as a share of its memory: for other programs, and for what the
-# driver takes.
+# The share of a card's memory that stays free where no budget is given: for other programs and the driver.
 _MARGIN = 0.02
-# Such a budget is a multiple of this, so that the next run most likely has the same one, and its plan from disk.
+# Such a budget is a multiple of this, so that the next run most likely has the same one and finds its plan on disk.
 _GRAIN = GIB // 16
 
 

@@ -1,5 +1,5 @@
-"""The levers on the optimizer that are possible for one model's training, and the effect on plans of those that were
-chosen."""
+"""The levers on the optimizer that are possible for one model's training, and the effect of the chosen ones on
+plans."""
 
 from __future__ import annotations
 
@@ -117,17 +117,17 @@ class OptimizerChoice:
         return TrainingFacts.of(self.terms.model, self.terms.options.optimizer, self.terms.card)
 
     def adjusted(self, account: Account) -> Account:
-        """The account as it is with the chosen levers on the optimizer."""
+        """The account with the chosen levers on the optimizer."""
         return account if self.chosen is None else self.chosen.adjusted(account)
 
     @property
     def stepping(self) -> Stepping | None:
-        """How parameters are stepped within the backward under the chosen levers; None where the optimizer steps after
+        """How parameters are stepped within the backward under the chosen levers; None where they are stepped after
         it."""
         return None if self.chosen is None else self.chosen.stepping
 
     def account_of(self, account: Account, plan: Plan) -> Account:
-        """The account as it is with the levers on the optimizer that `plan`, a plan from disk, uses."""
+        """The account with the levers on the optimizer that `plan`, a plan from disk, uses."""
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
     def stepping_of(self, plan: Plan) -> Stepping | None:
@@ -137,14 +137,12 @@ class OptimizerChoice:
         return self._priced(plan.proposals).stepping if inside else self.stepping
 
     def narrowed_by(self, plan: Plan) -> ParameterCast | None:
-        """The cast of parameters and fp32 inputs to bf16 that the levers of `plan` make; None where dtypes stay as they
-        are."""
+        """The cast of parameters and fp32 inputs to bf16 that the levers of `plan` make; None where they make none."""
         return self.narrowing() if any(map(_narrows, self._named(plan.proposals))) else None
 
     @property
     def narrowed(self) -> ParameterCast | None:
-        """The cast of parameters and fp32 inputs to bf16 that the chosen levers make; None where dtypes stay as they
-        are."""
+        """The cast of parameters and fp32 inputs to bf16 that the chosen levers make; None where they make none."""
         return self.narrowing() if self.chosen is not None and self.chosen.narrows else None
 
     def narrowing(self) -> ParameterCast:
@@ -153,8 +151,7 @@ class OptimizerChoice:
 
     @property
     def floats(self) -> torch.dtype | None:
-        """The dtype to which fp32 inputs of the model are cast under the chosen levers; None where they stay in
-        fp32."""
+        """The dtype to which the chosen levers cast fp32 inputs of the model; None where these stay in fp32."""
         return None if self.narrowed is None else self.narrowed.dtype
 
     def check_parameters(self) -> None:
@@ -177,14 +174,14 @@ class OptimizerChoice:
         after = [parameter for parameter in trained if len(stepping_hooks(parameter)) != 1]
         if after:
             raise ValueError(
-                f"the plan counts on {OPTIMIZER_IN_BACKWARD.name}, and {len(after)} of {len(trained)} parameters, the "
+                f"the plan relies on {OPTIMIZER_IN_BACKWARD.name}, but {len(after)} of {len(trained)} parameters, the "
                 f"first of shape {tuple(after[0].shape)}, are not stepped in the backward: train with the optimizer "
                 "that memopt.wrap_optimizer(model, optimizer) returns, for an optimizer of all trained parameters"
             )
         if any(parameter.grad is not None for parameter in trained):
             raise ValueError(
-                f"gradients are held from before, and the plan counts on {OPTIMIZER_IN_BACKWARD.name}, with which each "
-                "backward is a whole step; call optimizer.zero_grad() first"
+                f"parameters hold gradients already, but the plan relies on {OPTIMIZER_IN_BACKWARD.name}, with which "
+                "each backward is a whole step; call optimizer.zero_grad() first"
             )
 
 

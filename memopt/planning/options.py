@@ -126,8 +126,8 @@ def check_effort(effort: EffortName = "default", limit_seconds: float | None = N
 
 
 def check_points(points: int) -> int:
-    """The number of points of a frontier, checked. Raises `TypeError` where it is no int, `ValueError` where it is
-    below 2."""
+    """The number of points of a frontier, checked. Raises `TypeError` if it is no int, `ValueError` if it is below
+    2."""
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a number of budgets, such as 40, not {points!r}")
     if points < 2:
@@ -160,7 +160,7 @@ def _check_loss(loss_fn: Any) -> Any:
 def _check_optimizer(optimizer: Any) -> Any:
     if isinstance(optimizer, torch.optim.Optimizer):
         refuse(optimizer)
-    elif optimizer is not None and not takes_singly(optimizer):  # those are known, and to make one loads Dynamo
+    elif optimizer is not None and not takes_singly(optimizer):  # those need no check, and making one loads Dynamo
         refuse(trial(optimizer, {}, HOST))
     return optimizer
 
@@ -196,7 +196,7 @@ def _as_tuple(name: str, given: Any, kind: str) -> tuple[Any, ...]:
 
 
 def _check_repr(name: str, value: object) -> None:
-    """Plans are kept under the `repr` of what made them, which must therefore give all options and no address."""
+    """Raise `ValueError` where the `repr` of a pass or solver has an address: plans are stored on disk under it."""
     if re.search(r" at 0x[0-9a-f]+", repr(value)):
         raise ValueError(
             f"{name} must have a repr that shows its options, as a frozen dataclass has, not {value!r}: plans are "
@@ -231,24 +231,24 @@ class Options:
     solvers: tuple[Solver, ...] = field(metadata=_given((), _check_solvers))
     """The user's own solvers, which are asked in addition to memopt's."""
     hardware: str | None = field(metadata=_given(None, None, "device"))
-    """The card that was named; None: the device at hand."""
+    """The name of the card to plan for; None: the device at hand."""
     elsewhere_bytes: int | None = field(metadata=_given(None, partial(_bytes_or_none, "elsewhere_gb"), "elsewhere_gb"))
     """The bytes on the device that are no part of the step; None: those that are found there."""
     host_bytes: int | None = field(metadata=_given(None, partial(_bytes_or_none, "host_gb"), "host_gb"))
     """The most bytes of the host's memory that a plan may use; None: what is free there, less a margin."""
     forwards: int = field(metadata=_given(1, partial(positive_int, "forwards")))
-    """The number of forwards that run before the first backward, as far as the user says."""
+    """The number of forwards that run before the first backward, as the user says."""
     calibrate: bool = field(metadata=_given(False))
     effort: Effort
     cluster: ClusterOptions | None
     """The cluster to plan for; None for one card."""
     budget_note: str = ""
-    """Where the budget comes from, if the user gave none."""
+    """A sentence on where the budget comes from, if the user gave none; else empty."""
     to_train: bool = False
-    """Whether the model is trained by the plans, as after `optimize`: they are kept on disk then, and looked up there.
-    The plans of `memopt.plan` are only shown."""
+    """Whether the model is trained by the plans, as after `optimize`: such plans are stored on disk and looked up
+    there. Plans of `memopt.plan` are only shown."""
     one_by_one: bool = False
-    """Whether each backward is that of a single forward, though several wait, as those of a pipeline's stage are."""
+    """Whether each backward belongs to one forward although several forwards wait, as in a stage of a pipeline."""
 
     @cached_property
     def allow(self) -> frozenset[str]:
@@ -262,8 +262,7 @@ class Options:
 
     @property
     def planned_by(self) -> tuple[Any, ...]:
-        """The options that plans depend on, as values whose text is equal in all processes, for the keys of plans on
-        disk."""
+        """The options that plans depend on, as values whose text is equal in all processes, for keys of plans."""
         host = () if self.host_bytes is None else (self.host_bytes,)
         return self.budget_bytes, self.precision, sorted(self.allow), self.outputs, self.effort, self.dynamic, *host
 
@@ -292,7 +291,7 @@ class Options:
 
 
 def _options() -> dict[str, Field[Any]]:
-    """The fields of `Options` that are made of one option each, by the option's name."""
+    """The fields of `Options` that are made from one option each, by the option's name."""
     return {one.metadata["name"] or one.name: one for one in fields(Options) if one.metadata}
 
 

@@ -60,12 +60,10 @@ graph that holds nothing beyond its last use."""
 
 @dataclass(frozen=True)
 class ReceiptRow:
-    """One row of a plan's receipt: the step's peak and seconds once `lever` is used on top of the levers of the rows
-    before."""
+    """One row of a plan's receipt: the step's peak and seconds with `lever` added to the levers of the rows before."""
 
     lever: str
-    """Name of the lever, or `PLAIN_STEP`, `CAPTURE`; empty for the step as captured where the plain step was not
-    counted."""
+    """Name of the lever, or `PLAIN_STEP`, `CAPTURE`; empty for the captured step if the plain step was not counted."""
     peak_bytes: int
     """Peak of the whole step."""
     seconds: float
@@ -122,15 +120,14 @@ class Plan(PlanViews):
     brought_bytes: int = 0
     """Bytes of these that one step copies to the device."""
     host_room_bytes: int | None = None
-    """The most host memory that it may take (`host_gb`); None where nothing goes there, or for no limit."""
+    """The most host memory that the step may take (`host_gb`); None where it takes none, and without a limit."""
     stall_seconds: float = 0.0
     """Part of `added_seconds`: compute waits for copies."""
     host_seconds: float = 0.0
     """Time of a planned step outside of its operators, such as guards and the account; not part of `added_seconds`. 0
-    on a GPU, which computes meanwhile."""
+    on a GPU, where it overlaps with compute."""
     cluster: ClusterStep | None = None
-    """The time of the step on each card of the cluster that it is planned for, and what bounds it; None for one
-    card."""
+    """The time of the step on each card of the cluster, and what bounds it; None for a plan for one card."""
     kept: tuple[tuple[str, int], ...] = ()
     """Under FSDP2, the path and the bytes of each block whose parameters stay gathered from its forward to its
     backward; those of the other blocks that FSDP2 frees are gathered twice in a step."""
@@ -154,8 +151,7 @@ class Plan(PlanViews):
 
     @property
     def joined(self) -> Joined | None:
-        """All regions of the step as one problem of the solver, in bytes and seconds; None for a plan that was loaded
-        from a file."""
+        """All regions of the step as one problem of the solver, in bytes and seconds; None for a plan from a file."""
         return None if self.source is None else self.source.priced.problem
 
     @property
@@ -201,8 +197,7 @@ class Plan(PlanViews):
         """The graphs of each stage, one module per region; their `print_readable` shows code.
 
         "captured" and "scheduled" are joint graphs. Where passes ran, "operators" and "rewritten" are the operator
-        graphs before and after them, of the regions that have one. Raises `ValueError` for a plan that was loaded from
-        a file."""
+        graphs before and after them, of the regions that have one. Raises `ValueError` for a plan from a file."""
         return stage_graphs(self._source().priced.traced, self.regions)
 
     @overload
@@ -278,9 +273,8 @@ class Plan(PlanViews):
         it takes, and about how many times larger the batch (the first dimension of the inputs) could be. The latter is
         extrapolated from the smallest budgets of two larger batches.
 
-        It traces the step and these batches under all levers, and solves for each card, which takes up to some
-        seconds each. Empty for a plan for a CPU or a cluster. Raises `ValueError` for a plan that `memopt.plan` has
-        not made."""
+        It traces the step and these batches under all levers, and solves for each card, which takes up to some seconds
+        each. Empty for a plan for a CPU or a cluster. Raises `ValueError` unless `memopt.plan` made the plan."""
         return self._source().cards(self)
 
     def smallest_gb(self) -> float:
@@ -292,8 +286,7 @@ class Plan(PlanViews):
         return self.smallest_bytes() / GIB
 
     def smallest_bytes(self) -> int:
-        """The smallest budget in bytes that works for this step. Raises `ValueError` for a plan that was loaded from a
-        file."""
+        """The smallest budget in bytes that works for this step. Raises `ValueError` for a plan loaded from a file."""
         return self._source().smallest_bytes(self)
 
     def table(self) -> str:

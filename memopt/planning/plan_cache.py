@@ -1,8 +1,8 @@
-"""Plans made earlier, on disk, or by another rank: read, judged by the graphs that they are to run, and agreed on.
+"""Plans made earlier, on disk, or by another rank: read, checked against the graphs to run, and agreed on.
 
-A file is taken for data that anything may have been written to: one that does not hold what `keep` or `note` wrote
-under its name is deleted, and the job is planned as if there were none. Nothing that a plan claims about itself is
-taken for granted: its schedule is simulated, and everything that the step runs by or is refused by is computed again.
+Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the job is
+planned as if there were none. Nor are plans: a plan's schedule is simulated, and every figure by which its step runs or
+is refused is computed again.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def _key_of(value: Any) -> str:
 
 
 def _read(name: str | None, made: Callable[[Any], Any]) -> Any | None:
-    """What `made` makes of the value that was written under a name; None where there is none. Any other file is
-    deleted."""
+    """`made(value)` for the value that was written under a name; None where there is none. A file of that name that
+    holds anything else is deleted."""
     if name is None:
         return None
     try:

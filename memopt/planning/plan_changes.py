@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _IN_WORDS = {SumInFp32.__name__: "the kernel sums in fp32 anyway"}
-"""What passes that belong to no lever do, for readers: by the name of the pass."""
+"""What a pass that belongs to no lever does, in words for `PlanDiff`, by the name of the pass."""
 _CLEAN_UP = frozenset({"EliminateDeadCode", "MergeCasts"})
 _OUR_CASTS = frozenset({"memopt.fp8_quantize", "memopt.fp8_dequantize"})
 _NO_MEANING = frozenset({"detach", "detach_", "alias", "lift_fresh_copy"})
@@ -123,12 +123,12 @@ class _Span:
         return self.new.change(SAVED, value, detail=detail, reason=reason, nbytes=narrow)
 
     def _replaced(self, saved: list[fx.Node]) -> Iterator[Change]:
-        """New operators, with the removed ones of the same module that they stand for."""
+        """New operators, with the removed ones of the same module that they replace; and the other removed ones."""
         new = [node for node in self.new.nodes.values() if node in self.added and node not in saved]
         new = [node for node in new if not (_casts(node) or _only_moves(node))]
         gone: dict[str, list[fx.Node]] = {}
         for node in self._removed():
-            # One new operator stands for everything that is gone, in whichever module.
+            # A single new operator replaces all that were removed, in whichever module.
             gone.setdefault(module_path(new[0] if len(new) == 1 else node), []).append(node)
         for node in new:
             replaced = dict.fromkeys(map(operator_name, gone.pop(module_path(node), [])))
@@ -240,7 +240,7 @@ class _RegionChanges:
             )
 
     def freed(self) -> Iterator[Change]:
-        """The gradients of parameters that the optimizer steps within the backward."""
+        """A change for each parameter that is stepped within the backward, so that its gradient is freed early."""
         inputs = [node for node in self.facts.nodes.values() if node.op == "placeholder" and not is_tangent(node)]
         for number in self.schedule.steps:
             user = next((user for user in inputs[number].users if module_path(user)), inputs[number])
@@ -256,8 +256,8 @@ class _RegionChanges:
         return operator_name(self.facts.nodes[name])
 
     def _readers(self, storages: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:
-        """The operators in whose backward the storages, as made before each start, are first read: directly, or
-        through what is recomputed from them. Where only the caller gets them, it is "the call's outputs"."""
+        """For each position in `starts`, the operator in whose backward the storages are first read from there on,
+        directly or through what is recomputed from them; "the call's outputs" where only the caller gets them."""
         found = (self._first_reader(set(storages), start) for start in starts)
         return tuple(dict.fromkeys(reader for reader in found if reader))
 

@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 
 def in_columns(text: str) -> str:
-    """HTML that shows `text` with its columns aligned, also in notebooks that do not set `<pre>` in a monospaced
-    font."""
+    """HTML that shows `text` with aligned columns, also in notebooks that set `<pre>` in another font."""
     return f'<pre style="font-family: ui-monospace, Menlo, Consolas, monospace">{escape(text)}</pre>'
 
 
 @dataclass(frozen=True)
 class StageDiff:
-    """The changes that one stage made to the graphs, one `GraphDiff` per region. `str` gives them as text like that of
-    `git diff`."""
+    """The changes that one stage made to the graphs, one `GraphDiff` per region. `str` gives them as `git diff`
+    does."""
 
     regions: tuple[GraphDiff, ...]
     recomputed: int = 0

@@ -25,9 +25,9 @@ from memopt.planning.tries import CAPTURE, SEARCH, Tries
 
 # The number of combinations of proposals that a refusal describes.
 _SHOWN = 3
-# A budget is near the smallest that works where at most one part in this many is missing.
+# A budget is near the smallest that works if it is too small by at most one part in this many of itself.
 _NEAR = 100
-# A plan with the levers of an earlier one is taken if its added time is not above that one's by more than this.
+# A plan with the levers of an earlier plan is used if its added time exceeds that of the earlier one by at most this.
 _WORSE = 0.005
 _AS_DECIDED = "the levers are those of the plan for other sizes of this call; no others were tried"
 
@@ -61,12 +61,12 @@ class PlanSearch:
     allowed: frozenset[str] = frozenset()
     """The names of proposals (levers on the optimizer) that may be chosen where no lever set fits without them."""
     combinations: Callable[[Wanted], Iterable[PricedLevers]] = lambda wanted: ()
-    """Yields the combinations of proposals: first all of allowed ones, then of the others those for which its argument,
-    a function, returns True."""
+    """Yields combinations of proposals: first all of allowed ones alone; then, of those with others, the ones for which
+    its argument, a function, returns True."""
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
     allow: frozenset[str] = frozenset()
-    """The names of all allowed levers, for what a refusal has the user type."""
+    """The names of all allowed levers, to which the `allow=` that a refusal suggests adds others."""
     narrowed: Callable[[Rewriting], Priced | None] | None = None
     """The step under a lever set with narrower parameters, for proposals that need it; None where it cannot be
     captured. Without the function such proposals are left out."""
@@ -82,7 +82,7 @@ class PlanSearch:
     _above: set[int] = field(default_factory=set, init=False)
     """The `id` of each lever set whose smallest budget, with offloading too, is above `budget_bytes`."""
     _completed: dict[tuple[str, ...], tuple[str, Priced]] = field(default_factory=dict, init=False)
-    """For each lever set the lever that completes it, and the step under it: what a row of the receipt is made of."""
+    """By the names of a lever set: its last lever, and the step under the set; a row of the receipt shows them."""
     _notes: dict[str, None] = field(default_factory=dict, init=False)
     _narrowed_by_id: dict[int, Priced | None] = field(default_factory=dict, init=False)
     """The results of `narrowed`, by the `id` of the lever set."""
@@ -134,8 +134,7 @@ class PlanSearch:
         return None
 
     def skip(self, levers: Rewriting, notes: tuple[str, ...]) -> None:
-        """Record that the last lever of the set `levers` finds nothing to rewrite in this call, for the reasons in
-        `notes`."""
+        """Record that the last lever of the set `levers` finds nothing to rewrite in this call; `notes` say why."""
         self._idle.add(levers.levers[-1])
         self._notes |= dict.fromkeys(notes)
 
@@ -163,7 +162,7 @@ class PlanSearch:
         try:
             plan = priced.solve(self.budget_bytes, self.effort, offload=False)
         except BudgetError as error:
-            self._refused.append(error.with_traceback(None))  # which would hold the caller's frames and tensors
+            self._refused.append(error.with_traceback(None))  # a traceback would hold the caller's frames and tensors
             if error.least:
                 self._above.add(id(priced.levers))
             return None
@@ -180,8 +179,7 @@ class PlanSearch:
                 seconds = seconds if plan is None else min(seconds, _seconds(plan))
 
     def best(self) -> tuple[Plan, Rewriting]:
-        """The plan with the shortest step of all sets of levers tried, with and without offloading, and its set of
-        levers.
+        """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
 
         Where none fits, the plan with the first combination of levers on the optimizer in `allow` with which one fits.
         Raises `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that would
@@ -194,7 +192,6 @@ class PlanSearch:
         """Plan the step with offloading under each set of levers, beside the plans found so far. Sets are left out for
         which the budget is known to be too small, or whose step takes as long as the best plan's even where
         nothing is recomputed or offloaded."""
-
         for priced in sorted(self._steps, key=_plain_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
             hopeless = priced.step.settings.link is None or id(priced.levers) in self._above
@@ -269,7 +266,7 @@ class PlanSearch:
                 yield Priced(taken.step.priced_for(stepping=chosen.stepping), chosen.adjusted(taken.account))
 
     def _traces(self, levers: Sequence[Lever], step: Priced) -> float:
-        """The work of trying proposals on a step, in traces of it: none where resident bytes alone change."""
+        """The work of trying proposals on a step, in traces of the step; 0 where they change resident bytes only."""
         changes = changes_of(levers)
         if any(change.narrows for change in changes) and self.narrowed and id(step.levers) not in self._narrowed_by_id:
             return CAPTURE
@@ -286,8 +283,9 @@ class PlanSearch:
         return self._narrowed_by_id[id(levers)]
 
     def _least(self, chosen: PricedLevers, steps: Sequence[Priced]) -> BudgetError | None:
-        """The refusal with the chosen proposals on these steps: the smallest budget, and what dominates it. Narrower
-        parameters are tried on the step with the smallest budget only; None where they cannot be captured."""
+        """An error with the smallest budget for these steps with the chosen proposals, and what dominates it; the
+        budget may fit. Narrower parameters are tried on the step with the smallest budget only; None where they cannot
+        be captured."""
         steps = [min(steps, key=Priced.smallest)] if chosen.narrows else steps
         found = [priced.smallest() for priced in self._with(chosen, steps)]
         return BudgetError(self.budget_bytes, *min(found)) if found else None
@@ -330,8 +328,7 @@ def _plain_seconds(priced: Priced) -> float:
 
 
 def _on_steps(plan: Plan) -> tuple[str, ...]:
-    """A note on the number of parameters that are stepped before the backward's end; empty where the backward steps
-    none."""
+    """A note on the number of parameters that are stepped before the backward's end; empty where none are."""
     if plan.priced is None or plan.priced.settings.stepping is None:
         return ()
     inside = sum(len(region.steps) for region in plan.regions)

@@ -1,4 +1,4 @@
-"""Turns a problem and a budget into a schedule."""
+"""Finds the schedule of a step with the least added time within a budget; on a card, one that its allocator can run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from memopt.units import size
 NEGLIGIBLE = 5e-3
 # The maximal number of times that a step is solved while torch's allocator would exceed the budget.
 _ROUNDS = 6
-# The parts into which the bytes above the smallest peak are cut, to solve for budgets in between where that failed.
+# Where no schedule for the budget passes, budgets between the smallest and it are tried: the range in so many parts.
 _PARTS = 8
-# The share of a budget, as a fraction, by which each of the next larger ones is larger.
+# The share of a budget, as a fraction, by which the next one to try is larger.
 _NEXT = 1, 256
 
 
@@ -58,8 +58,7 @@ class Request:
 
     def refusal(self, joined: Joined) -> BudgetError:
         """The error for a budget that no schedule fits, with the smallest budget that works. On a card, torch's
-        allocator may fail at the request's budget though a smaller one works: the error then has a larger budget that
-        works."""
+        allocator may fail at the budget though a smaller one works: the error then names a larger one that works."""
         least, dominated_by = smallest(joined, self.account)
         if least > self.budget_bytes:
             return BudgetError(self.budget_bytes, least, dominated_by)
@@ -121,12 +120,12 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
     tried if a schedule with ordinary ones does not fit, or adds time.
 
     Raises `BudgetError` where no schedule fits."""
-    if not request.account.caching and not joined.steps:  # there is no allocator that decides, and no step to place
+    if not request.account.caching and not joined.steps:  # no allocator to replay, and no step to place
         if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:
             raise request.refusal(joined)
         return joined, solve(joined, request), without_allocator(request.account)
     ways = [joined]
-    if joined.solvers and request.account.caching:  # other schedules than without them would be replayed
+    if joined.solvers and request.account.caching:  # schedules without the user's solvers are tried too
         ways.insert(0, replace(joined, solvers=()))
     found: list[tuple[Joined, Solution, Account]] = []
     for account in request.account.by_segments:
@@ -158,8 +157,8 @@ def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Accoun
 
 
 def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
-    """The first solution with which the allocator keeps the budget: it is solved for again with fewer bytes while the
-    allocator would exceed the budget, and with more again where that leaves too few. None after `_ROUNDS` attempts, or
+    """The first solution whose allocations, replayed, fit the budget. The step is solved again for fewer bytes while
+    the allocator would exceed the budget, and for more where no schedule has so few. None after `_ROUNDS` attempts, or
     after the first one for a budget below the smallest."""
     account, budget_bytes = request.account, request.budget_bytes
     step = budget_bytes // 256
@@ -188,8 +187,7 @@ def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Accou
 
 def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The solution with the smallest peak, those for a few budgets between the smallest and the request's, and all
-    others that are known: a schedule with which the allocator runs out of memory may lie between two with which it does
-    not."""
+    others that are known: a schedule that the allocator cannot run may lie between two that it can."""
     bare = without_allocator(request.account)
     taken, least = _smallest_peak(joined, offload=request.offload)
     yield taken, least
@@ -203,7 +201,7 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
 
 def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The schedules without offloads that were found while other budgets were solved for and are within this one, the
-    fastest first; none where the optimizer steps within the backward, or no allocator decides."""
+    fastest first; none where the optimizer steps within the backward, and without torch's caching allocator."""
     if request.account.caching and isinstance(joined.portfolio, Portfolio) and not joined.steps:
         yield from ((joined, known) for known in joined.portfolio.known_within(request.graph_bytes))
 
@@ -240,8 +238,7 @@ def _smallest_peak(joined: Joined, *, offload: bool = True) -> tuple[Joined, Sol
 
 
 def progress_line(progress: Progress, step_seconds: float, limit_seconds: float) -> str:
-    """A line of text about the search of effort "best": the added time so far, its lower bound, and the seconds
-    used."""
+    """A line about the search of effort "best": the added time so far, its lower bound, and the seconds used."""
     added, bound = (
         seconds / step_seconds if step_seconds else 0.0
         for seconds in (progress.added_seconds, progress.lower_bound_seconds)

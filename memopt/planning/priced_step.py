@@ -84,13 +84,13 @@ class TracedStep:
     regions: tuple[JointGraph, ...]
     notes: tuple[str, ...] = ()
     data_sizes: DataSizes = field(default_factory=DataSizes)
-    """The sizes of a call that is one region."""
+    """The changing and data-dependent sizes of a call that is one region."""
     rewriting: Rewriting = NOTHING
     """The rewriting by which the operator graphs of the regions were changed."""
     run_sizes: tuple[DataSizes, ...] = ()
     """The changing sizes of each region of a call in several; empty for one region, whose sizes are `data_sizes`."""
     eager: tuple[EagerCodeBytes, ...] = ()
-    """The bytes of eager code around each region of a call in several, as `eager_of_runs` has them; else empty."""
+    """The bytes of eager code around each region of a call in several, as `eager_of_runs` returns them; else empty."""
     passed: tuple[Passed, ...] = ()
     """The results of each region of a call in several that do not stay to the end of the step; else empty."""
     sharded: ShardedCall | None = None
@@ -133,8 +133,7 @@ class TracedStep:
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """The step's rewriting for a call of several regions: no error is raised where it finds nothing to rewrite in
-        one of them."""
+        """The step's rewriting for a call of several regions: it raises no error where one has nothing to rewrite."""
         return replace(self.rewriting, needed="")
 
     @property
@@ -163,7 +162,7 @@ class TracedStep:
     def decisions(self, number: int, card: Hardware) -> frozenset[fx.Node]:
         """The nodes of region `number` that are never recomputed because they make a discrete choice, as `topk` does,
         that rounding could change. Empty for plain operators on a CPU, which give the same bits each time; compiled
-        kernels and those of a card need not."""
+        kernels and those of a GPU may not."""
         region = self.regions[number]
         return region.decisions if region.fused or not device_of(card).is_host else frozenset()
 
@@ -231,8 +230,7 @@ class PricedStep:
 
     @property
     def problems(self) -> tuple[Joined, ...]:
-        """All problems made of the step so far, among them those that step some parameters at the end of the
-        backward."""
+        """All problems made of the step so far, also those that step some parameters at the end of the backward."""
         return (self.seen, self.plain, *self._leaving.values())
 
     def under(self, account: Account) -> PricedStep:
@@ -305,8 +303,8 @@ def _priced_region(
 
 
 def _least_moved_bytes(settings: PriceSettings, *, as_seen: bool) -> int:
-    """The bytes of the smallest activations that may be offloaded; `sys.maxsize` where none may be. 0 at the sizes of
-    the batch at hand: which are offloaded is decided at those that are planned for, which may be larger."""
+    """The bytes of the smallest activations that may be offloaded; `sys.maxsize` where none may be. 0 with `as_seen`:
+    which ones are offloaded is decided at the sizes that are planned for, which may be larger."""
     return sys.maxsize if not settings.activations else 0 if as_seen else settings.hardware.least_moved_bytes
 
 
@@ -328,7 +326,7 @@ def _given(traced: TracedStep, *, as_seen: bool, trained: bool = False) -> tuple
 
 
 def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
-    """The results of a region that other code takes, and its inputs that are other regions' outputs. None for a call in
+    """The results of a region that other code reads, and its inputs that are other regions' outputs. None for a call in
     one region, whose results all stay in memory to the end of the step."""
     if not traced.passed:
         return None

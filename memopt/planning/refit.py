@@ -1,5 +1,4 @@
-"""Corrects a plan's peak once its graphs are compiled, and determines the bytes that the next plan must leave for
-compilation."""
+"""Corrects a plan's peak once its graphs are compiled, and finds the bytes that the next plan must leave for it."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ class Footprint:
     left_bytes: int
     """Bytes that the backward leaves: gradients, the outputs of the forward, and the gradients of those."""
     ways: tuple[tuple[tuple[bool, int, int], ...], ...] = ()
-    """The allocator's calls in both, as `BlockCall`s: where the forward's outputs are kept, and where these are dropped
-    before the backward, as for `step_ways`; empty on the CPU."""
+    """The allocator's calls in forward and backward, as `BlockCall`s: one sequence for outputs that the caller keeps,
+    one for outputs that are dropped before the backward (see `step_ways`); empty on the CPU."""
 
 
 ROUNDS = 4
@@ -78,15 +77,15 @@ def as_compiled(plan: Plan, footprints: Sequence[Footprint | None]) -> Plan:
 
 
 class _Regions:
-    """The regions of a call in its schedule: where the forward and the backward of each run, and what lies beside."""
+    """Where in a schedule the forward and the backward of each region run, and which bytes are alive then."""
 
     def __init__(self, joined: Joined, schedule: Schedule, live_bytes: Sequence[int]) -> None:
         self.live = live_bytes
         self.owner = [joined.owner[index] for index in schedule.evaluations]
         left = [set(range(priced.problem.forward_ops)) for priced in joined.prices]
         self.halves: list[tuple[list[int], list[int]]] = [([], []) for _ in joined.prices]
-        """By region the positions of the forward's evaluations, and those of the backward's, each with the eager code
-        beside them."""
+        """By region the positions of the forward's and of the backward's evaluations, with those of eager code beside
+        them."""
         ops = joined.problem.ops
         self.eager = {at for at, index in enumerate(schedule.evaluations) if ops[index].name == EAGER}
         for at, (region, op) in enumerate(self.owner):
@@ -146,8 +145,7 @@ class _Regions:
 @dataclass
 class Refit(Generic[Made]):
     """Alternates planning and compiling until compiled code fits: plans again with fewer bytes where the compiled code
-    exceeds the budget, with more where it leaves room and the plan recomputes. Compiled code that fits is stored with
-    its plan."""
+    exceeds the budget, with more where it leaves room and the plan recomputes. Code that fits is kept with its plan."""
 
     budget_bytes: int
     lowering_bytes: int = 0
@@ -160,7 +158,7 @@ class Refit(Generic[Made]):
     _too_little: int = -sys.maxsize
     """The most bytes left for compilation by a plan whose compiled code exceeds the budget."""
     _enough: int = sys.maxsize
-    """The fewest bytes left by one whose compiled code fits."""
+    """The fewest bytes left for compilation by a plan whose compiled code fits."""
     _took_smallest: bool = False
     _tried: set[object] = field(default_factory=set)
 
@@ -172,10 +170,10 @@ class Refit(Generic[Made]):
     def judge(self, planned: Plan, compiled: Plan, made: Made) -> None:
         """Record a round: the step as `planned`, the same with the peak of its `compiled` code, and that code, `made`.
 
-        The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan. Each further round over
-        budget doubles what is added to that, since a plan for a few bytes less often has the same peak once it is
-        compiled. Once too few bytes were left in one round and enough in another, the next number is between them, by
-        bisection.
+        The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan. After more rounds over budget
+        it also leaves 1, 3, 7, … times the last excess, since a plan for a few bytes less often has the same peak once
+        it is compiled. Once too few bytes were left in one round and enough in another, the next number is between
+        them, by bisection.
         """
         self._tried.add(planned.regions)
         uncompiled = planned.ceiling_bytes - planned.account.lowering
@@ -206,8 +204,7 @@ class Refit(Generic[Made]):
         return True
 
     def best(self) -> tuple[Plan, Made]:
-        """The plan with the shortest step whose compiled code fits, and that code. Raises `BudgetError` where none
-        fits."""
+        """The plan with the shortest step whose compiled code fits, and that code. Raises `BudgetError` for none."""
         if not self._fitting:
             why = f"the compiled code of {len(self._above)} plans, each for fewer bytes than the one before"
             needed = self._above[-1] if self._took_smallest else min(self._above)

@@ -37,8 +37,7 @@ class RegionSchedule:
 
 
 def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModule:
-    """The joint graph with an extra node for each recomputation, and for each copy to and from the host, that the
-    schedule has."""
+    """The joint graph with an extra node for each recomputation and each copy to and from the host in the schedule."""
     order = schedule.evaluations, schedule.boundary, joint.forward_outputs
     return (ApplyOffloads(*order, schedule.offloads) if schedule.offloads else ApplySchedule(*order))(joint.module)
 
@@ -146,8 +145,7 @@ def module_rows(joined: Joined, schedule: Schedule) -> tuple[ModuleRow, ...]:
 
 @dataclass(frozen=True)
 class DecisionRow:
-    """The calls of one operator in one module that are never recomputed because they make a discrete choice, as `topk`
-    does."""
+    """The calls of one operator in one module that are never recomputed, as they make a discrete choice like `topk`."""
 
     operator: str
     """Name of the operator: "topk"."""
@@ -203,8 +201,7 @@ def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
 
 
 def forward_evaluations(problem: RematProblem, schedule: Schedule) -> int:
-    """How many evaluations of the schedule belong to the forward: all up to the first evaluation of the last forward
-    op."""
+    """The number of evaluations in the forward: all up to the first evaluation of the last forward op."""
     return schedule.evaluations.index(problem.forward_ops - 1) + 1 if problem.forward_ops else 0
 
 

@@ -2,8 +2,7 @@
 
     Recorded ─trace(levers)─▶ Traced ─price(account)─▶ Priced ─solve(budget, effort)─▶ Plan ─emit_plan─▶ Emitted
 
-Calls in one region and in several go through them alike. A plan from disk is of the `Priced` step of its own call too:
-only the search for it is left out.
+Calls in one region, in several, and with a plan from disk go through these stages, the last without `solve`.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class Recorded:
     situation: Situation
 
     def trace(self, levers: Rewriting) -> Traced:
-        """The call rewritten by a set of levers and differentiated into joint graphs; a second trace of the same is
-        cached.
+        """The call rewritten by a set of levers and differentiated into joint graphs; cached.
 
         Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the last lever of the set finds
         nothing to rewrite."""
@@ -122,8 +120,7 @@ class Traced:
         return Priced(self.step.price(self.recorded.planner.price_settings.under(account)), account)
 
     def price_for(self, plan: Plan, account: Account) -> Priced:
-        """The step priced with the levers on the optimizer that `plan` uses, which was made earlier or by another
-        rank."""
+        """The step priced with the levers on the optimizer of `plan`, which was made earlier or by another rank."""
         planner = self.recorded.planner
         stepping = planner.optimizer_choice.stepping_of(plan)
         step = self.step.price(replace(planner.price_settings.under(account), stepping=stepping))
@@ -177,7 +174,7 @@ class Priced:
             hosting = self.hosting(numbers)
             hopeless = Request(hosting.account, budget_bytes).is_hopeless(hosting.step.problem)
             if hopeless and numbers is not found[-1]:
-                continue  # a refusal would name the smallest budget, which takes a while: only that of the last is used
+                continue  # to refuse it takes the search for its smallest budget: only the last refusal is used
             plan, error = hosting._tried(budget_bytes, _QUICK)
             refused = error or refused
             if plan is not None and (fastest is None or plan.added_seconds < fastest.added_seconds):
@@ -188,9 +185,9 @@ class Priced:
         return fastest if chosen is None else chosen._solve_as_is(budget_bytes, effort)
 
     def _refused_without(self, refused: BudgetError) -> BudgetError:
-        """The refusal of a step without offloads, where parameters may lie on the host. If the step then needs less, it
-        names that budget. If it even fits the budget at hand, the refusal keeps its own figure, which is not the
-        smallest that works (`BudgetError.least`)."""
+        """The refusal of a step that offloads nothing, where frozen parameters may lie on the host. If the step needs
+        less with parameters there, the refusal names that budget; if that even fits the budget given, the refusal keeps
+        its own figure, as one that is not the smallest (`BudgetError.least`)."""
         everything, budget, notes = self.hosting_all(), refused.budget_bytes, lacking(self.step)
         hosted = None if everything is None else everything.smallest()
         if hosted is None or hosted[0] >= refused.smallest_bytes:
@@ -202,7 +199,7 @@ class Priced:
     def _tried(
         self, budget_bytes: int, effort: Effort, *, offload: bool = True
     ) -> tuple[Plan | None, BudgetError | None]:
-        """The plan of the step as it is, or the refusal."""
+        """The plan of `_solve_as_is` and None; or None and its refusal."""
         try:
             return self._solve_as_is(budget_bytes, effort, offload=offload), None
         except BudgetError as error:
@@ -214,7 +211,7 @@ class Priced:
         return self.hosting(found[-1]) if found else None
 
     def _solve_as_is(self, budget_bytes: int, effort: Effort, *, offload: bool = True) -> Plan:
-        """As `solve`, with no other inputs on the host than there are."""
+        """As `solve`, but without putting further inputs on the host."""
         _load_solver()
         with stage("solving") as tell:
             request = Request(self.account, budget_bytes, effort, tell, offload)
@@ -264,15 +261,15 @@ class StepOfPlan:
 
     price: Callable[[], PricedStep]
     freed: Plan | None = None
-    """Under FSDP2, of a plan that keeps blocks gathered: the plan of the same call that frees all of them after their
-    forward, to which its smallest budget and its curve belong."""
+    """Under FSDP2, for a plan that keeps blocks gathered: the plan of the same call that frees all blocks after their
+    forward, from which the smallest budget and the curve are taken."""
     tightest: Callable[[int], Priced] | None = None
-    """Gives, for a number n, the call with a batch n times as large under all levers that it may use; None where a plan
-    is for training, which keeps no call."""
+    """Returns, for a number n, the call with a batch n times as large under all levers that it may use; None for a plan
+    to train by, which keeps no call."""
     compiled_bytes: Callable[[Plan], int] | None = None
     """Compiles a plan of the step and returns the peak of its code; None where nothing is compiled here."""
     _least: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
-    """The smallest budget of compiled code, once it was asked for."""
+    """The result of `smallest_bytes` for compiled code, once it is known; else empty."""
 
     @cached_property
     def priced(self) -> PricedStep:

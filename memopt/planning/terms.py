@@ -25,7 +25,7 @@ from passes import Pass, Pipeline, passes_for
 from passes.ops.fp8_formats import histories_of
 
 _HOST_MARGIN = 0.1
-"""The share of the host's free memory that a plan leaves free where nobody says how much it may use."""
+"""The share of the host's free memory that a plan leaves free where the user gives no `host_gb`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Situation:
 
     @property
     def alone(self) -> Situation:
-        """The situation with nothing beside the step: no other forwards, none to come, and nothing elsewhere."""
+        """The situation without what lies beside the step, equal for situations that differ in these bytes alone."""
         return replace(self, other_forwards=0, to_come=0, meanwhile=None, elsewhere=None)
 
 
@@ -103,8 +103,7 @@ class ModelTerms:
 
     @property
     def fuses(self) -> bool:
-        """Whether the backend fuses elementwise operators with their readers, so that values between them take no
-        memory."""
+        """Whether the backend fuses elementwise operators into their readers, so that their results take no memory."""
         return self.backend == "inductor"
 
     @cached_property
@@ -115,7 +114,7 @@ class ModelTerms:
         if room is None and self.options.hardware is None and card.link.bytes_per_second > 0:
             free = device_of(HOST).free_bytes(HOST)
             if free is not None and (card.link.host_bytes or 0) > (left := int(free * (1 - _HOST_MARGIN))):
-                room = left - left % GIB if left >= GIB else left  # the same for plans that are kept
+                room = left - left % GIB if left >= GIB else left  # so that the next run finds its plan
         return card if room is None else replace(card, host_bytes=room)
 
     @property
@@ -127,8 +126,7 @@ class ModelTerms:
 
     @cached_property
     def rewriting(self) -> Rewriting:
-        """The rewriting that every set of levers starts from: the precision, and whether results are written in
-        place."""
+        """The rewriting that every lever set starts from: the precision, and whether results are written in place."""
         by_types = precision_rewriting(self.options.precision, self.card)
         return replace(by_types, reinplace=REINPLACE.name in self.options.allow, card=self.absent_card)
 
@@ -148,15 +146,13 @@ class ModelTerms:
 
     @cached_property
     def idle_levers(self) -> frozenset[str]:
-        """The names of allowed levers that need a step in 16 bits, where precision "auto" gives fp32; they are not
-        tried."""
+        """The names of allowed levers that need a step in 16 bits, where precision "auto" gives fp32; none is tried."""
         if self.options.precision != "auto" or self.rewriting.autocast is not None:
             return frozenset()
         return frozenset(lever.name for lever in self.options.levers if lever.graph and lever.graph.needs_low)
 
     def types(self) -> AbstractContextManager[None]:
-        """Context in which the caller's autocast is off, if the plan decides dtypes itself; else a context that does
-        nothing."""
+        """Context in which the caller's autocast is off, if the plan decides dtypes itself; else a null context."""
         return without_autocast() if self.rewriting.replaces_autocast else nullcontext()
 
     @cached_property
@@ -178,7 +174,7 @@ class _RunPasses:
 
 @dataclass(frozen=True)
 class _RunJointPasses:
-    """Decides that passes run on every joint graph, behind those of another decision."""
+    """Decides that passes run on every joint graph, after those of another decision."""
 
     passes: tuple[Pass, ...]
     before: DecideJoint | None = None
@@ -201,6 +197,6 @@ def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
 
 
 def has_ranks() -> bool:
-    """Whether several processes train the model together: each would step with its own gradients."""
+    """Whether several processes train the model together: a process group of more than one rank."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from memopt.planning.options import Effort
 from memopt.planning.stages import Priced
 
-# The share of the plan's work that ways out of a refusal may take: one part of so many, and as much for small models.
+# The search for suggestions in a refusal may take one part in `_SHARE` of the work of planning, at least `_AT_LEAST`
+# graph nodes.
 _SHARE, _AT_LEAST = 5, 1000
-# What a try takes, in traces of the step: a search of the smallest schedule alone, a capture with its trace and search,
-# and one with adapters at each linear layer, whose graph is larger.
+# The work of one try, in traces of the step: a search for the smallest schedule alone; a capture with its trace and
+# search; and the same with adapters at each linear layer, whose graph is larger.
 SEARCH, CAPTURE, ADAPTERS = 0.4, 2.0, 4.0
 
 
@@ -43,14 +44,14 @@ class Tries:
         return True
 
     def can(self, way: str, traces: float, step: Priced) -> bool:
-        """As `allow`, without subtracting the work from what is left."""
+        """As `allow`, except that no work is subtracted from what is left."""
         possible = traces * nodes_of(step) <= self.left
         self.untried += [] if possible else [way]
         return possible
 
     @property
     def notes(self) -> list[str]:
-        """A sentence on what was not tried; none where all was."""
+        """A sentence on what was not tried; none where all was tried."""
         if not self.untried:
             return []
         ways = "; ".join(self.untried)

@@ -56,8 +56,8 @@ def split_halves(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> tu
 def is_scheduled(node: fx.Node) -> bool:
     """Whether the node is an operator of a schedule: it allocates memory or has side effects.
 
-    Views and elements of tuples are part of the node that they read, and copies to and from the host run in parallel
-    with compute."""
+    Views and elements of tuples are part of the node that they read, and copies to and from the host overlap with
+    compute."""
     if node.op != "call_function" or node.target in TRANSFERS:
         return False
     writes = is_mutation(node) or node.target is WAIT
@@ -101,8 +101,7 @@ def price_nodes(
 
 def _on_card(node: fx.Node, seconds: float, card: Hardware) -> NodePrice:
     """The price of a node on a GPU. It has the allocator's calls within the node (`NodePrice.calls`) for operators that
-    are written in Python, those of a library, and those that allocate their results in another order than they return
-    them."""
+    are written in Python, those of a library, and those that allocate results in another order than they return."""
     call, device = op_call(node), device_of(card)
     dry_run = None if call is None else op_dry_run(call, device.type, card.chip) or device.library_run(call, card.chip)
     if dry_run is None:

@@ -30,8 +30,8 @@ from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
 from passes.graphs.node_facts import binds_new_symbols, is_tangent, module_path
 
-# Where the argument at this position says that they train, these ignore the running statistics that they read, and the
-# new statistics that they return are used only once: they may be recomputed although the step writes to what they read.
+# Operators that may be recomputed although the step writes to the running statistics that they read, each with the
+# position of its argument `training`: if it is True, the old statistics are ignored, and the new ones used only once.
 _TRAINING_ARGUMENT = {
     torch.ops.aten._native_batch_norm_legit_functional.default: 5,
 }
@@ -41,11 +41,10 @@ _DRAWS_SEEDS = "prims.inductor_seeds"
 
 _KEEPS_ALL = PassedOn(frozenset())
 PASSED_OUTPUTS, PASSED_GRADIENTS, GIVEN = "passed_outputs", "passed_gradients", "given_by_other_regions"
-"""The names of ops that stand for other code in one of several regions. Outputs and gradients that the region passes on
-live until the first two; the third makes the inputs that are outputs of earlier regions."""
+"""The names of ops of one region among several that stand for other code. Outputs that the region passes on live until
+the first, gradients until the second; the third makes the inputs that are outputs of earlier regions."""
 RETURN_OUTPUTS = "return_outputs"
-"""The name of the op at the end of the forward until which results live that the caller drops when the backward
-begins."""
+"""The op at the end of the forward that keeps the results alive which the caller drops when the backward begins."""
 
 
 def price(
@@ -156,8 +155,7 @@ class _Pricer:
         return PricedGraph(problem, *columns, steps, read, given, tuple(sorted(self.use.hosted)))
 
     def storages_at(self, positions: Collection[int], among: set[int]) -> dict[int, int]:
-        """Position → number of a storage, for those of the results at these positions that lie in a storage of
-        `among`."""
+        """Position → number of a storage, for the results at these positions that lie in a storage of `among`."""
         nodes = ((position, self.results[position]) for position in positions)
         found = ((at, self.storages.of.get(node, ())) for at, node in nodes if isinstance(node, fx.Node))
         return {at: index for at, indices in found for index in indices if index in among}
@@ -166,7 +164,7 @@ class _Pricer:
         """Append the op that stands for the regions whose outputs are the inputs of these numbers, if there are any.
 
         It makes a storage without bytes for each such input, which the ops that read the input read: so a schedule
-        tells where it is needed. Returns number of an input → position of that storage in `listed`.
+        shows where the input is needed. Returns number of an input → position of that storage in `listed`.
         """
         nodes = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
         indices = ((number, index) for number in numbers for index in self.storages.of.get(nodes[number], ()))
@@ -182,8 +180,8 @@ class _Pricer:
         return {number: self.number[index] for number, index in linked.items()}
 
     def add_hosted(self) -> None:
-        """Append an op for each input that lies on the host, which stands for its being there, and one named "begin"
-        for the moment in which the step begins: inputs that are read first are copied to the device then."""
+        """Append, for each input that lies on the host, an op that makes its storage; then an op named "begin", at
+        which the inputs that are read first are copied to the device."""
         nodes = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
         for number in sorted(self.use.hosted):
             (index,) = self.storages.of[nodes[number]]
@@ -205,7 +203,7 @@ class _Pricer:
         return found - self.kept - self.resident
 
     def add_end(self, name: str, storages: set[int]) -> None:
-        """Append an op that reads these storages, so that they live until then; no op where none of them is listed."""
+        """Append an op that reads these storages, so that they live until then; no op where none is listed."""
         if reads := tuple(self.number[index] for index in sorted(storages) if index in self.number):
             self.append(Op(name, 0.0, reads, (), recomputable=False))
 
@@ -294,7 +292,7 @@ class _Pricer:
         return self.number[index]
 
     def value_of(self, index: int) -> str:
-        """The node whose tensor a storage is: its maker or an element of its results; "" if there is none."""
+        """The name of the node whose tensor fills a storage: its maker or an element of its results; "" if none."""
         maker = self.storages.blocks[index].maker
         if is_tangent(maker):
             return ""
@@ -302,8 +300,8 @@ class _Pricer:
         return next((node.name for node in nodes if self.storages.of.get(node) == (index,)), "")
 
     def add_generator_state(self, node: fx.Node) -> None:
-        """Append the op that saves the generator's state for a random node that may be recomputed. It is the schedule's
-        choice how long the state is kept."""
+        """Append the op that saves the generator's state for a random node that may be recomputed. The schedule
+        decides how long the state is kept."""
         if not self.recomputable(node):
             return
         state_bytes = self.rounded(_device(node).generator_state_bytes)
@@ -312,15 +310,14 @@ class _Pricer:
         self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
 
     def add_return(self) -> None:
-        """Append the op that holds the released results (`GraphUse.released`) until the end of the forward, where there
-        are any."""
+        """Append the op that holds the released results (`GraphUse.released`) until the end of the forward, if any."""
         nodes = (self.results[position] for position in self.use.released)
         held = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
         if reads := tuple(self.number[index] for index in sorted(held - self.resident - self.kept)):
             self.append(Op(RETURN_OUTPUTS, 0.0, reads, (), recomputable=False))
 
     def add_tangents(self) -> None:
-        """Append the gradients of the outputs, which autograd makes before the backward and holds until its end."""
+        """Append the ops that make the gradients of the outputs, which autograd holds until the end of the backward."""
         for node in self.graph.nodes:
             if is_tangent(node):
                 (self.kept if self.use.passed_on is None else self.tangents).update(self.storages.of[node])
@@ -358,7 +355,8 @@ class _Pricer:
         return -(-nbytes // self.use.block_bytes) * self.use.block_bytes
 
     def recomputable(self, node: fx.Node) -> bool:
-        """Whether a second evaluation of a forward node gives the same values and changes nothing else."""
+        """Whether a forward node may be recomputed: a second evaluation gives the same values and changes nothing else,
+        and the node makes neither a decision, a seed nor an output that is passed on."""
         if not (is_pure(node) or is_random(node)) or not self.storages.of.get(node) or binds_new_symbols(node):
             return False
         if node in self.use.decisions:

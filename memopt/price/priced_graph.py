@@ -204,13 +204,12 @@ class PassedOn:
 
 @dataclass(frozen=True)
 class PricedParameterStep:
-    """The optimizer's step of one parameter within the backward, as an op of the problem that corresponds to no
-    node."""
+    """The optimizer's step of one parameter within the backward, as an op of the problem without a node."""
 
     number: int
     """The number of the parameter among the graph's inputs."""
     after: frozenset[int]
-    """The ops that read the parameter or its gradient: the step comes behind all their evaluations."""
+    """The ops that read the parameter or its gradient: the step comes after all their evaluations."""
 
 
 @dataclass(frozen=True)
@@ -238,12 +237,11 @@ class PricedGraph:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """How a step uses a joint graph's inputs and results; by default the graph is the whole step, and all results stay
-    to its end."""
+    """How a step uses a joint graph's inputs and results; by default the graph is the whole step, and results stay to
+    its end."""
 
     accumulated: Collection[int] = ()
-    """Positions, among all results, of the gradients that are added to an existing `.grad` as soon as they are made.
-    All other results are kept to the end of the step."""
+    """Positions, among all results, of the gradients that are added to an existing `.grad` as soon as they are made."""
     fused: frozenset[fx.Node] = frozenset()
     """Nodes whose values never lie in memory; no schedule names them."""
     least_moved_bytes: int = 0
@@ -260,7 +258,7 @@ class GraphUse:
     passed_on: PassedOn | None = None
     """For one of several regions, the results that other code takes, and the inputs from other regions."""
     overwritten: Collection[int] = ()
-    """The numbers of the inputs that are written over when the forward is done: what reads one is not recomputed."""
+    """The numbers of the inputs that are overwritten by the end of the forward: what reads one is not recomputed."""
     reductions: Collection[Reduction] = ()
     """The groups of gradients that are reduced over the cards of a cluster, each as soon as its last gradient is made.
     One card's share of the result then takes the place of the gradients."""
@@ -276,8 +274,7 @@ ALONE = GraphUse()
 
 
 def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]) -> PricedGraph:
-    """The priced region `number` of a call, with the bytes that eager code holds before and during its forward and
-    backward.
+    """The priced region `number` of a call, with the bytes of eager code before and during its forward and backward.
 
     What eager code holds at most before the forward or the backward becomes the workspace of an extra op; what it holds
     while one of them runs, a storage of that lifetime. After the last region's forward, an extra storage stands for

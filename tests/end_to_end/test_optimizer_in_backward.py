@@ -332,7 +332,7 @@ def test_held_gradients_are_refused() -> None:
     model, _ = stepping_in_backward(linears)
     weight = model.get_parameter("layers.1.weight")
     weight.grad = torch.zeros_like(weight)
-    with pytest.raises(ValueError, match=r"gradients are held from before.*call optimizer\.zero_grad\(\) first"):
+    with pytest.raises(ValueError, match=r"parameters hold gradients already.*call optimizer\.zero_grad\(\) first"):
         model(**rows())
 
 

@@ -152,7 +152,7 @@ def test_a_model_of_which_nothing_can_be_captured_runs_plain_where_it_surely_fit
         memopt.plan_of(model)
     tight = memopt.optimize(copy.deepcopy(plain), (peak.allocated_bytes + 4 * held) / GIB, **EXACT)
     with pytest.raises(
-        memopt.BudgetError, match=r"the plain step\n(.*\n)*.*branching.*give the loop a function of its own"
+        memopt.BudgetError, match=r"the plain step\n(.*\n)*.*branching.*move the loop into its own function"
     ):
         tight(x)
 

@@ -117,7 +117,7 @@ BATCH_OF_1024 = {"input": torch.ones(4, 1024)}
 
 def test_its_name_is_its_own() -> None:
     assert check_allow({"recompute", memopt.LEVERS["fp8"]})[-1].name == "fp8"
-    with pytest.raises(ValueError, match="two levers of the name 'fp8'; give yours another one"):
+    with pytest.raises(ValueError, match="two levers of the name 'fp8'; give yours another name"):
         check_allow([replace(AS_SGD, name="fp8")])
     with pytest.raises(ValueError, match="two levers of the name 'as_sgd'"):
         check_allow([AS_SGD, replace(AS_SGD, price="nothing")])

@@ -112,7 +112,7 @@ def test_microbatches() -> None:
     with pytest.raises(BudgetError) as error:
         memopt.plan(make(), 1e-3, batch(samples), **OPTIONS)
     budget_gb = 0.9 * error.value.smallest_gb
-    pieces = figure(refusal(budget_gb, batch(samples)), f"of 1 of its {samples} samples at the smallest", budget_gb)
+    pieces = figure(refusal(budget_gb, batch(samples)), f"{samples} samples into microbatches", budget_gb)
     model = memopt.optimize(make(), 1.01 * pieces, **OPTIONS)
     step = TrainStep(model, torch.optim.AdamW(model.parameters()))
     with pytest.warns(UserWarning, match=r"is trained in (8|16|32) microbatches"):
