@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fakes import FakeTensor
-from memopt.compat.operators import RunningBy, kernels_as_in_eager_mode, plain_tensors
+from memopt.compat.operators import OpOverload, RunningBy, kernels_as_in_eager_mode, plain_tensors
 from memopt.compat.symbols import (
     data_symbols_of,
     known_sizes,
@@ -182,14 +182,19 @@ def new_symbols(graph: fx.Graph) -> Iterator[tuple[fx.Node, dict[str, int | None
         names = data_symbols_of(node.meta.get("val")) - known
         if names and node.op == "call_function":
             known |= names
-            value = node.meta["val"]
-            first = _first(value)
-            found: dict[str, int | None] = dict.fromkeys(sorted(names))
-            if isinstance(first, torch.Tensor):
-                dimensions = {plain_symbol(size): dim for dim, size in reversed(list(enumerate(first.shape)))}
-                found = {name: dimensions[name] for name in found if name in dimensions}
-            if found:
+            if found := {name: dimension for name, dimension in _sizes(node).items() if name in names}:
                 yield node, found
+
+
+def _sizes(node: fx.Node) -> dict[str, int | None]:
+    """The data-dependent symbols in the value of a node, by name, with the dimension of its tensor that has this size,
+    or None where the value is itself the number. Those that stand in other places are left out."""
+    value = node.meta.get("val")
+    first, names = _first(value), sorted(data_symbols_of(value))
+    if not isinstance(first, torch.Tensor):
+        return dict.fromkeys(names)
+    dimensions = {plain_symbol(size): dim for dim, size in reversed(list(enumerate(first.shape)))}
+    return {name: dimensions[name] for name in names if name in dimensions}
 
 
 def is_real(tensor: torch.Tensor) -> bool:
@@ -236,23 +241,42 @@ def _most_elements(tensors: Iterable[torch.Tensor]) -> int:
 
 def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | None:
     """The values of a joint graph's data-dependent symbols, by symbol name. They are taken from `observed`, the results
-    in a run of the same forward, which are matched with the graph's operators in order.
+    in a run of the same forward, which are matched with the graph's operators in order: also with those that introduce
+    no symbol, as the second of two tensors from which one mask selects.
 
-    None where an operator of the graph has no result in `observed`.
+    None where an operator that introduces symbols has no result in `observed`.
     """
-    remaining = list(observed)
-    values: dict[str, int] = {}
-    for node, symbols in new_symbols(graph):
-        while remaining and remaining[0].op != str(node.target):
-            remaining.pop(0)
-        if not remaining:
+    position, values = 0, dict[str, int]()
+    introduced = dict(new_symbols(graph))
+    for node in graph.nodes:
+        new = introduced.get(node, {})
+        if not (new or (isinstance(node.target, OpOverload) and _may_depend_on_data(node.target, _values(node.args)))):
+            continue
+        known = {name: dim for name, dim in _sizes(node).items() if name in values}
+        left = range(position, len(observed))
+        fits = (at for at in left if observed[at].op == str(node.target) and _agree(observed[at], known, values))
+        found = next(fits, None)
+        if found is not None:
+            position = found + 1
+            values |= {name: _size(observed[found], dimension) for name, dimension in new.items()}
+        elif new:
             return None
-        result = remaining.pop(0).result
-        for name, dimension in symbols.items():
-            size = result if dimension is None else result[dimension]  # type: ignore[index]
-            assert isinstance(size, int)
-            values[name] = size
     return values
+
+
+def _agree(one: Observed, dimensions: Mapping[str, int | None], values: Mapping[str, int]) -> bool:
+    """Whether a result has the known values of the symbols in its `dimensions`."""
+    return all(_size(one, dimension) == values[name] for name, dimension in dimensions.items())
+
+
+def _size(one: Observed, dimension: int | None) -> int:
+    size = one.result if dimension is None else one.result[dimension]  # type: ignore[index]
+    assert isinstance(size, int)
+    return size
+
+
+def _values(args: Any) -> Any:
+    return fx.map_arg(args, lambda node: node.meta.get("val"))
 
 
 def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:

@@ -293,10 +293,15 @@ class PlanSearch:
     def _take(self, chosen: PricedLevers) -> tuple[Plan, Rewriting]:
         """Solve each step that was tried once more with the chosen levers on the optimizer; returns the plan with the
         shortest step, and its levers on the graph."""
+        refused: BudgetError | None = None
         for priced in self._with(chosen, self._steps):
-            with contextlib.suppress(BudgetError):
+            try:
                 plan = priced.solve(self.budget_bytes, self.effort)
                 self._plans.append((replace(plan, proposals=chosen.names), priced.levers))
+            except BudgetError as error:  # a card's blocks may leave no room where the smallest budget leaves some
+                refused = error
+        if refused is not None and not self._plans:
+            raise refused
         plan, levers = self._fastest()
         notes = (*map(str, chosen.each), *_on_steps(plan))
         return replace(plan, notes=plan.notes + notes), levers

@@ -280,7 +280,8 @@ class StepOfPlan:
         try:
             found = with_rows_of(plan, step.solve(budget_bytes, effort))
             assert isinstance(found.source, StepOfPlan)
-            return replace(found, source=replace(found.source, compiled_bytes=self.compiled_bytes))
+            again = replace(found.source, compiled_bytes=self.compiled_bytes, tightest=self.tightest)
+            return replace(found, source=again)
         except BudgetError as error:
             notes = [note for note in step.step.traced.all_notes if note.startswith(RECOMPUTE_LEFT_OUT)]
             raise error.adding(*notes) from None

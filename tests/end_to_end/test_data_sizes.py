@@ -241,3 +241,33 @@ def test_sizes_that_cannot_be_observed_are_no_error_of_memopt_s_own(
     else:
         model(x, picked).backward()
         assert torch.equal(model.layer.weight.grad, expected)
+
+
+class TwoMasks(nn.Module):
+    """Each mask selects from two tensors, so that only the first of both introduces a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        weights = self.first(x)
+        return (x[one] * weights[one]).sum() + (self.second(x)[other] * weights[other]).sum()
+
+
+@pytest.mark.plans_always
+def test_two_tensors_by_each_of_two_masks() -> None:
+    """The second mask got the size of the first one, and every step was refused."""
+    x, rows = torch.randn(64, 8), torch.arange(64)
+    batch = x, rows < 5, rows < 40
+    torch.manual_seed(0)
+    model = TwoMasks()
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1.0, precision="fp32", outputs="loss", optimizer=None)
+    for each in (model, plain):
+        each(*batch).backward()
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    sizes = memopt.plan_of(model).captured.data_sizes
+    assert sorted(sizes.seen.values()) == [5, 40]
