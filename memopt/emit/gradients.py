@@ -87,7 +87,7 @@ class AccumulateGradient(nn.Module):
         """None where the gradient is dropped or added to `.grad`; else the gradient. `receiver` is what `receiver()`
         returns, where that was asked before.
 
-        It overrides `__call__`, not `forward`: these modules have no hooks, and `Module.__call__` would double the time.
+        It overrides `__call__`, not `forward`: these modules have no hooks, and `Module.__call__` doubles the time.
         """
         parameter, fate = receiver or self.receiver()
         if fate is Fate.DROPPED:

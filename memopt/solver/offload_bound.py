@@ -193,7 +193,7 @@ class OffloadBound:
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
         self._floor_bytes = transient_floor(problem)[0]
-        if problem.home_bytes:  # it can be away at any time: without it, less is held and less is moved
+        if problem.home_bytes:  # they may be off the device at any time, so a bound without their bytes holds too
             there = (replace(storage, bytes=0) if storage.home else storage for storage in problem.storages)
             problem = replace(problem, storages=tuple(there))
         self._problem = problem
