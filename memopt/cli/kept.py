@@ -42,7 +42,8 @@ class Planned:
         return self.details.plan
 
     def diff(self, other: Planned | None = None, *, order: bool = False) -> PlanDiff:
-        """The changes of the plan, or those that only one of two plans makes, as `Plan.diff` returns them."""
+        """The changes of the plan; with `other`, those that only one of the two plans makes. Both are as `Plan.diff`
+        returns them."""
         if order:
             return self.live().diff(None if other is None else other.live(), order=True)
         own = diff_of(self.plan, self.details.changes, self.details.modules, lambda stage: self.live().diff(stage))

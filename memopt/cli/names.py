@@ -230,7 +230,7 @@ def _own_output() -> Iterator[None]:
 
 def card_named(name: str | None) -> str | None:
     """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: "rtx-4090" for "RTX 4090",
-    "4090" or "rtx4090". None, which stands for this machine's device, for None, "cuda" and "gpu".
+    "4090" or "rtx4090". None, for this machine's device, if `name` is None, "cuda" or "gpu".
 
     Raises `UsageError` for an unknown name, for one that several cards have, and for "cuda" or "gpu" on a machine
     without a CUDA device."""

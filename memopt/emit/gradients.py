@@ -144,8 +144,8 @@ def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
-    """Whether a hook waits for the parameter's gradient. With `stepped`, one hook that steps the optimizer for this
-    parameter does not count."""
+    """Whether the parameter has a hook that reads its gradient. With `stepped`, one hook that steps the optimizer for
+    this parameter does not count."""
     if not has_hooks(parameter):
         return False
     late = len(post_accumulate_hooks(parameter))

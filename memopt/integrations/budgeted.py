@@ -41,8 +41,8 @@ class Budgeted:
         if len(optimizers) != 1:
             raise ValueError(
                 f"the training has {len(optimizers)} optimizers, and memopt counts the memory of one; use exactly "
-                "one, or name the class of the one that steps the planned model, such as optimizer=torch.optim.AdamW "
-                "(optimizer=None counts the memory of none)"
+                "one, or name the class of the one that steps the planned model, such as optimizer=torch.optim.AdamW, "
+                "or give optimizer=None to count none"
             )
         return inner_optimizer(optimizers[0])
 

@@ -58,7 +58,7 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """The blocks of one kind of memory that one line of code allocated, at the moment of the peak."""
+    """The blocks in use at the peak that are of one kind of memory and that one line of code allocated."""
 
     row: str
     place: str

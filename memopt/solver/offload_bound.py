@@ -117,7 +117,8 @@ class _Position(Position):
         self._points: list[Cut] = []
 
     def added_seconds_over(self, budget_bytes: int, link: Link) -> float:
-        """Seconds that every schedule adds that has at most `budget_bytes` live here; infinite if none can."""
+        """A lower bound on the seconds that any schedule with at most `budget_bytes` live here adds; infinite if there
+        is none."""
         free = budget_bytes - self.base_bytes
         least = max(0.0, float(-free))  # at least these bytes must be on the host for the op to fit
         most = math.inf if link.host_bytes is None else float(link.host_bytes)
@@ -205,7 +206,8 @@ class OffloadBound:
         self._known: dict[int, _Position] = {}
 
     def added_seconds(self, budget_bytes: int, link: Link) -> float:
-        """Seconds that every schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
+        """A lower bound on the seconds that any schedule with a peak of at most `budget_bytes` adds; infinite below the
+        floor."""
         if budget_bytes < self._floor_bytes:
             return math.inf
         positions = self._positions(link)

@@ -232,7 +232,7 @@ class Schedule:
         for offload in sorted(self.offloads, key=lambda offload: offload.out_after):
             if not 0 <= offload.storage < len(problem.storages):
                 raise ValueError(
-                    f"{offload} names a storage that is not in the problem, which has {len(problem.storages)}"
+                    f"{offload} names a storage that is not among the problem's {len(problem.storages)} storages"
                 )
             storage = problem.storages[offload.storage]
             if storage.kept or not storage.movable:
@@ -245,9 +245,7 @@ class Schedule:
                 <= offload.back_before
                 < len(self.evaluations)
             ):
-                raise ValueError(
-                    f"{offload} needs out_after < freed_before <= fetch_from <= back_before, all in the step"
-                )
+                raise ValueError(f"{offload} needs out_after < freed_before <= fetch_from <= back_before, in the step")
             if offload.out_after < made_at[offload.storage]:
                 raise ValueError(
                     f"{offload} copies {storage.name} before evaluation {made_at[offload.storage]} makes it"

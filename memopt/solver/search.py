@@ -182,7 +182,7 @@ class Progress:
     added_seconds: float
     """Seconds that the best schedule so far adds to the step."""
     lower_bound_seconds: float
-    """Seconds that every schedule within the budget adds."""
+    """A lower bound on the seconds that any schedule within the budget adds."""
 
 
 def search_on(

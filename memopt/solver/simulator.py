@@ -20,7 +20,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class TimeLine:
-    """When everything in a schedule runs, in seconds from its start."""
+    """When each evaluation and each transfer of a schedule runs, in seconds from its start."""
 
     starts: tuple[float, ...]
     """The start of each evaluation, after what it waits for."""
