@@ -42,8 +42,7 @@ class Planned:
         return self.details.plan
 
     def diff(self, other: Planned | None = None, *, order: bool = False) -> PlanDiff:
-        """The changes of the plan; with `other`, those that only one of the two plans makes. Both are as `Plan.diff`
-        returns them."""
+        """The changes of the plan, or with `other` those that only one of both plans makes: see `Plan.diff`."""
         if order:
             return self.live().diff(None if other is None else other.live(), order=True)
         own = diff_of(self.plan, self.details.changes, self.details.modules, lambda stage: self.live().diff(stage))

@@ -63,7 +63,7 @@ def explain(job: Job, op: str | None) -> None:
     """Say where the bytes of MODEL go, what memopt changed and why; or, with --op, explain one operator.
 
     MODEL may also be the file of a saved plan, or a snapshot of torch's memory history
-    (torch.cuda.memory._dump_snapshot, *.pickle) of any run, also of one that ran out of memory: then it says what filled
+    (torch.cuda.memory._dump_snapshot, *.pickle) of any run, also of one that ran out of memory: it says what filled
     the card, and what memopt would do about it.
 
     \b

@@ -60,9 +60,8 @@ def footprint(forward: Half, backward: Half, outputs: HeldOutputs) -> Footprint:
 
 
 def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bool) -> tuple[Footprint, bool]:
-    """The bytes that forward and backward hold in a dry run; and whether the device has a caching allocator and an
-    output that the caller may drop is larger than `SMALL_BYTES`. With `dropped`, the caller drops such outputs before
-    the backward."""
+    """The bytes that forward and backward hold in a dry run; and whether, with a caching allocator, an output that the
+    caller may drop is large. With `dropped`, the caller drops such outputs before the backward."""
     mode = FakeTensorMode()
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
     device = device_among(given)
@@ -159,8 +158,7 @@ class _HeldBlocks(BlockCalls):  # type: ignore[no-untyped-call]
         return result
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a random operator (`run_and_save_rng_state`, `run_with_rng_state`), with an empty tensor in place of the
-        generator's state."""
+        """Run a random operator that saves the generator's state, or one that draws from a saved state."""
         saves = func is torch.ops.higher_order.run_and_save_rng_state
         assert saves or func is torch.ops.higher_order.run_with_rng_state, func
         with self:
@@ -190,8 +188,7 @@ def _load(source: str) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _without_kernel(statement: ast.stmt) -> ast.stmt | None:
-    """The statement; if it assigns a compiled kernel to a name, an assignment of a stand-in; None if it only
-    compiles."""
+    """The statement; if it compiles a kernel into a name, one that assigns a stand-in; None if it only compiles."""
     if "async_compile" not in {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}:
         return statement
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):

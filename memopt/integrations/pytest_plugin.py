@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def assert_fits() -> Callable[..., Plan]:
     """`assert_fits(model, batch, gb=24, **options)`: plans a training step of `model` on `batch` within `gb` GB of
     1024³ bytes, as `memopt.plan` does, with its options (`device="rtx-4090"`), and returns the plan. Nothing runs, and
-    no GPU is needed. If no plan fits, the test fails with the text of the `BudgetError`, which lists changes that
-    help."""
+    no GPU is needed. If no plan fits, the test fails with the `BudgetError`, which lists changes that help."""
 
     def fits(model: nn.Module, batch: Any, gb: float, **options: Any) -> Plan:
         import memopt

@@ -160,8 +160,7 @@ def _boxes(module: _Module, box: Box, depth: int) -> Iterator[tuple[Box, _Module
 
 
 def _through(module: _Module) -> _Module:
-    """The module; if it has no bytes of its own and only one submodule, the first module below it for which that is not
-    so."""
+    """The module, or the first one below it that has bytes of its own or several submodules."""
     while len(module.parts) == 1 and not module.own:
         (module,) = module.parts.values()
     return module

@@ -78,8 +78,7 @@ class _LargerBudgets:
         return seeds
 
     def _raise_budget(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int | None, link: Link) -> int:
-        """Offer plans for larger budgets, with offloads; returns the largest budget for which `_bring_below` returned
-        True.
+        """Offer plans for larger budgets, with offloads; returns the largest budget that passed `_bring_below`.
 
         Budgets are chosen by bisection. `budget_bytes` is None if there is no plan without offloads: they then start at
         the smallest peak.

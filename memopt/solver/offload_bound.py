@@ -117,8 +117,7 @@ class _Position(Position):
         self._points: list[Cut] = []
 
     def added_seconds_over(self, budget_bytes: int, link: Link) -> float:
-        """A lower bound on the seconds that any schedule with at most `budget_bytes` live here adds; infinite if there
-        is none."""
+        """A lower bound on the seconds added with at most `budget_bytes` live here; infinite if the op does not fit."""
         free = budget_bytes - self.base_bytes
         least = max(0.0, float(-free))  # at least these bytes must be on the host for the op to fit
         most = math.inf if link.host_bytes is None else float(link.host_bytes)
@@ -206,8 +205,7 @@ class OffloadBound:
         self._known: dict[int, _Position] = {}
 
     def added_seconds(self, budget_bytes: int, link: Link) -> float:
-        """A lower bound on the seconds that any schedule with a peak of at most `budget_bytes` adds; infinite below the
-        floor."""
+        """A lower bound on the seconds that schedules within the budget add; infinite below the floor."""
         if budget_bytes < self._floor_bytes:
             return math.inf
         positions = self._positions(link)

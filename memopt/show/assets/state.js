@@ -1,5 +1,4 @@
-// What the reader has chosen. Each part of the page names the choices that it shows (`drawn`), and is drawn again when
-// one of them changes.
+// What the reader has chosen. A part of the page is drawn again when a choice that it named in `drawn` changes.
 const state = {
   which: "planned", // or "plain"
   scale: "time", // or "order"
