@@ -37,7 +37,7 @@ def write_page(path: Path, text: str) -> None:
     """Write a page to a file. Raises `ValueError` for a name that is not of an HTML file, and `OSError` where it cannot
     be written."""
     if path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"the page's file must be named *.html, not {path.name!r}")
+        raise ValueError(f"the page is a file named *.html, not {path.name!r}")
     path.write_text(text, encoding="utf-8")
 
 
