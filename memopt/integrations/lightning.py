@@ -23,7 +23,7 @@ class MemoptCallback(Callback):
 
     Args:
         net: the attribute of the LightningModule ("generator", "model.body") whose calls in `training_step` are to be
-            planned. None: the only submodule that holds all trained parameters, or else the LightningModule itself,
+            planned. None: the child module that holds all trained parameters, or else the LightningModule itself,
             where `training_step` calls `self(…)`.
     """
 
@@ -55,7 +55,7 @@ class MemoptCallback(Callback):
 
 
 def net_of(module: nn.Module) -> nn.Module:
-    """The submodule that holds all trained parameters and can be called; `module` itself where there is none, or no
+    """The child module that holds all trained parameters and can be called; `module` itself where there is none, or no
     parameter is trained."""
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     for child in module.children():
