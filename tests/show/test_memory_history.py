@@ -186,7 +186,7 @@ class Evil:
     [
         (Evil(), "the file refers to builtins.print, not only plain containers, strings and numbers"),
         ({"segments": [torch.float32], "device_traces": []}, "the file refers to torch"),
-        ({"segments": [], "device_traces": [[{"action": Evil}]]}, "the file refers to tests.show.test_memory_history.Evil"),
+        ({"segments": [], "device_traces": [[{"action": Evil}]]}, "refers to tests.show.test_memory_history.Evil"),
         ({"segments": [], "device_traces": [[], []]}, "the file has no blocks and no events"),
         ({"device_traces": []}, "KeyError: 'segments'"),
         ([1, 2], "TypeError"),
