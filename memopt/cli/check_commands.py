@@ -13,18 +13,18 @@ from memopt.cli.output import check_file, show, show_json
 if TYPE_CHECKING:
     from memopt import AccountCheck, Comparison
 
-# Gradients may be this far from the reference, beside twice the error of torch.autocast where that was run.
+# The largest error of gradients that passes the check; twice the error of torch.autocast where that is larger.
 _GRADIENT_ERROR = 1e-3
 
 
-@click.command("lock", short_help="Keep what a step holds in a file, for `memopt check --lock`.")
+@click.command("lock", short_help="Write the memory of a step to a file, for `memopt check --lock`.")
 @takes_job
 @click.option("--out", metavar="FILE", default="memory.lock", show_default=True, help="The file to write.")
 def lock(job: Job, out: str) -> None:
     """Write the memory that the training step of MODEL holds, by module and line of code, to a file to be committed.
 
-    `memopt check --lock memory.lock` fails later where the step has come to hold more, and names the line. Neither
-    needs a card.
+    Later, `memopt check --lock memory.lock` fails if the step holds more than that, and names the line of code. Neither
+    needs a GPU.
 
     \b
     Example:
@@ -39,7 +39,7 @@ def lock(job: Job, out: str) -> None:
 @click.command("check", short_help="Train a few steps here, and compare them with the plan and with the plain model.")
 @takes_job
 @click.option(
-    "--lock", "locked", metavar="FILE", help="Train nothing: fail where the step of a lock holds more than in the lock."
+    "--lock", "locked", metavar="FILE", help="Train nothing: plan the step of a lock file again; fail if it holds more."
 )
 def check(job: Job, locked: str | None) -> int | None:
     """Train a few steps of MODEL on this machine, with random weights and inputs, and compare them with the plan's
@@ -48,7 +48,7 @@ def check(job: Job, locked: str | None) -> int | None:
     Needs memory for the plain step in addition to the budget. The exit code is 1 if the step held more than the budget,
     or if its gradients are further from the exact ones than rounding explains.
 
-    With --lock, the step that `memopt lock` wrote is planned again, which needs no card; the exit code is 1 if a peak,
+    With --lock, the step that `memopt lock` wrote is planned again, which needs no GPU; the exit code is 1 if a peak,
     the smallest budget or the added time grew by more than 1%. The lines of code that made it grow are named.
 
     \b
@@ -71,8 +71,8 @@ def check(job: Job, locked: str | None) -> int | None:
 
 
 def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
-    """The results of both checks: of the plan's account and of its numbers, by real steps of the model, which is built
-    with memory and optimised for that."""
+    """The results of `memopt.check` and `memopt.compare`, by real steps of the model, which is built with memory and
+    optimised for that. Raises `UsageError` for a device other than this machine's, and without an optimizer."""
     import torch
 
     import memopt

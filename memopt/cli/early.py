@@ -75,7 +75,7 @@ OPTIMIZERS = (
 
 def check_early(model: str, device: str | None, budget: str | None) -> None:
     """Raise `UsageError` for a device that is not in the table, a budget that is no number of gigabytes, or a name that
-    cannot be that of a model."""
+    no model can have."""
     if device is not None and device.lower() not in HERE:
         known_card(device)
     if budget is not None:
@@ -106,8 +106,8 @@ def _plain(name: str) -> str:
 
 
 def gigabytes(option: str, written: str) -> float:
-    """The number of gigabytes written for an option, such as "8", "7.5" or "8GB". Raises `UsageError` for what is no
-    such number, and for 0."""
+    """The number of gigabytes written for an option, such as "8", "7.5" or "8GB". Raises `UsageError` for 0, and for a
+    text that is no such number."""
     number = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:gi?b?)?\s*", written, re.IGNORECASE)
     if number is None or float(number[1]) == 0:
         raise UsageError(f"{option} takes a number of gigabytes, such as 8 or 7.5, not {written!r}")
@@ -131,8 +131,8 @@ def _check_model(name: str) -> None:
 
 
 def _check_architecture(name: str) -> None:
-    """Raise `UsageError` for a name that transformers does not have, and that is of no model in the local cache of the
-    hub."""
+    """Raise `UsageError` for a name that neither transformers has nor a model in the local cache of the Hugging Face
+    hub. Without transformers, any name passes."""
     types, texts = _model_types()
     if not types or _squeezed(name) in set(map(_squeezed, types)) or is_cached(name):
         return
@@ -175,7 +175,7 @@ def _hub_cache() -> Path:
 
 
 def no_model(name: str, types: Iterable[str]) -> UsageError:
-    """The error for a name that is none of transformers' model types and classes."""
+    """The error for a name that no model type or class of transformers has."""
     close = difflib.get_close_matches(name.lower(), types, n=3)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) or "-" in name:
         others = f" (it has {', '.join(close)})" if close else ""

@@ -53,10 +53,10 @@ def _is_plan(path: Path) -> bool:
 
 def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
     """A report on what filled the card, as sentences and tables: its bytes by kind of memory, then by function and line
-    of code; and what memopt would do about each kind."""
+    of code; and what memopt would do about each kind. `path` is the file's, for the text."""
     end = f"{size(history.allocated_bytes)} in blocks of {size(history.reserved_bytes)} reserved"
     if history.missing_bytes is not None:
-        end = f"it ran out of memory for {size(history.missing_bytes)}, with {size(history.free_bytes)} free, and {end}"
+        end = f"an allocation of {size(history.missing_bytes)} failed, with {size(history.free_bytes)} free, and {end}"
     whole = sum(history.rows.values()) or 1
     rows = new_table("What filled the card", "row", right=("bytes", "share"))
     for row, nbytes in history.rows.items():
@@ -68,7 +68,7 @@ def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
     for one in shown:
         lines.add_row(one.place or "(no line outside of torch)", one.row, str(one.blocks), size(one.nbytes))
     advice = [f"{row}: {text}" for row, text in history.advice.items()]
-    plan = f"how much that saves, and what it costs: memopt plan MODEL --budget-gb GB, with your model for {path}"
+    plan = f"memopt plan MODEL --budget-gb GB, with your model for {path}, shows what that saves and costs"
     return [
         f"GPU {history.device}: at most {size(history.peak_bytes)} in blocks at once; at the end {end}",
         rows,

@@ -1,4 +1,4 @@
-"""What the command says and which exit code it ends with when something goes wrong."""
+"""The messages and exit codes of the command when something goes wrong."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class UsageError(ValueError):
 
 
 def described(error: Exception) -> tuple[int, str]:
-    """The exit code for an error, and the text to print: one sentence; for a `BudgetError`, the ways out follow in
-    further lines."""
+    """The exit code for an error, and the text to print: one sentence; for a `BudgetError`, what can be done about it
+    follows in further lines."""
     code, sentence = _failure(error)
     return code, sentence if code == DOES_NOT_FIT else " ".join(sentence.split())
 
@@ -43,7 +43,7 @@ def _failure(error: Exception) -> tuple[int, str]:
     if isinstance(error, CaptureError):
         from memopt.capture.dry_run import RUN_UNPLANNED
 
-        return FAILED, str(error).replace(RUN_UNPLANNED, "change the model there, or what --shape says of its inputs")
+        return FAILED, str(error).replace(RUN_UNPLANNED, "change the model there, or its inputs with --shape")
     if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)) and _raised_by_memopt(error):
         return BAD_USAGE, str(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -68,8 +68,8 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context in which other libraries log and warn nothing, since they print tracebacks of errors that are reported
-    anyway. memopt's own warnings are printed on one line each."""
+    """Context in which other libraries log nothing and warn of nothing: they print tracebacks of errors that the
+    command reports itself. memopt's own warnings are printed on one line each."""
 
     def one_sentence(message: Warning | str, _category: object, filename: str, *_: object, **__: object) -> None:
         if Path(filename).is_relative_to(Path(__file__).parents[1]):

@@ -15,7 +15,7 @@ from memopt.cli.failures import UsageError, one_line
 if TYPE_CHECKING:
     from torch import nn
 
-# The heads that train on a loss of their own, in the order in which a model type is looked up among them.
+# The kinds of models that return a loss; of a model type, the first kind here that it has is built.
 _HEADS = (
     "MASKED_LM",
     "CAUSAL_LM",
@@ -108,8 +108,8 @@ def _check_settings(config: Any, settings: Mapping[str, Any], name: str) -> None
 
 
 def _head(transformers: Any, config: Any) -> Any:
-    """The class of the model to build for a configuration: the first that it names, else the first head with a loss
-    that its model type has. Raises `UsageError` where there is none."""
+    """The class of the model to build for a configuration: the first that `config.architectures` names, else the first
+    of `_HEADS` that its model type has. Raises `UsageError` where there is none."""
     for named in config.architectures or ():
         if hasattr(transformers, named):
             return getattr(transformers, named)

@@ -1,4 +1,4 @@
-"""The options that all planning commands share, and the model, inputs, options and plan that they stand for."""
+"""The options that all planning commands share, and the model, inputs and budget that they stand for."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ _ARGUMENTS = (
     click.option("--budget-gb", metavar="GB", help="GB of 1024³ bytes for the whole step. Default: the card's memory."),
     click.option(
         "--allow", metavar="LEVERS", shell_complete=_levers,
-        help="Levers that may be used, with commas between: recompute,reinplace, or default,fp8, or "
+        help="Levers that may be used, separated by commas: recompute,reinplace, or default,fp8, or "
         "default,-offload_activations. Default: default.",
     ),
     click.option(
         "--lora", type=click.IntRange(min=1), metavar="RANK",
-        help="Trains LoRA adapters of this rank on every linear layer (peft), in fp32; the model itself is frozen, and "
-        "in bf16 without --precision fp32.",
+        help="Trains LoRA adapters of this rank on every linear layer (peft), in fp32; the model itself is frozen, in "
+        "bf16 unless --precision is fp32.",
     ),
     click.option(
         "--host-gb", metavar="GB",
-        help="GB of host memory that the plan may use. Without --allow it may hold frozen "
-        "parameters too (offload_parameters), with the backend aten.",
+        help="GB of host memory that the plan may use. Without --allow, frozen parameters may lie there too "
+        "(offload_parameters), with the backend aten.",
     ),
     click.option("--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True),
     click.option(
@@ -198,7 +198,7 @@ def _allowed(written: str) -> frozenset[str]:
     default, allowed = {str(name) for name in DEFAULT_LEVERS}, set[str]()
     for name in filter(None, map(str.strip, written.split(","))):
         if name.lstrip("-") not in {*allowable(), "default"}:
-            raise UsageError(f"--allow has no lever {name!r}; there are default, {', '.join(allowable())}")
+            raise UsageError(f"--allow has no lever {name!r}; known are default, {', '.join(allowable())}")
         allowed |= default if name == "default" else set() if name.startswith("-") else {name}
         allowed -= {name[1:]} if name.startswith("-") else set()
     return frozenset(allowed)

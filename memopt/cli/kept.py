@@ -1,4 +1,4 @@
-"""What commands show of a job's plan, kept on disk: a later command about the same job plans nothing."""
+"""What commands show of a job's plan, kept on disk: a later command for the same job reads it instead of planning."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from memopt.show.views import diff_between, diff_of
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """The plan of a job: what commands show of it, and `live`, which returns it with its graphs, for what only these
-    tell. A plan from disk has none until `live` is called, which plans again."""
+    """The plan of a job: `details` are what commands show of it; `live` returns the plan with its graphs. If `details`
+    were read from disk, the first call of `live` plans again."""
 
     details: Details
     live: Callable[[], Plan]
@@ -42,7 +42,7 @@ class Planned:
         return self.details.plan
 
     def diff(self, other: Planned | None = None, *, order: bool = False) -> PlanDiff:
-        """The changes of the plan, or those that only one of two plans makes, as `Plan.diff` returns them."""
+        """The changes of the plan, or with `other` those that only one of both plans makes: see `Plan.diff`."""
         if order:
             return self.live().diff(None if other is None else other.live(), order=True)
         own = diff_of(self.plan, self.details.changes, self.details.modules, lambda stage: self.live().diff(stage))
@@ -81,8 +81,8 @@ def made(prepared: Prepared) -> Plan:
 
 
 def _key(prepared: Prepared) -> str | None:
-    """The key that the details of a job's plan are kept under, from all that the plan depends on: no graph is captured
-    that could tell an edited function from the one before, so that all of the user's own loaded code counts."""
+    """The key under which the details of a job's plan are kept, from all that the plan depends on. No graph is captured
+    in which an edited function would show, so the files of all loaded code of the user are part of it."""
     options = check_options(prepared.budget_gb, **prepared.options)
     terms = ModelTerms(prepared.model, options)
     call = batch_call(prepared.meta_batch(), options.loss_fn)

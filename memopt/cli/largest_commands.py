@@ -71,8 +71,7 @@ def max_length(job: Job, multiple_of: int, at_most: int | None, max_added_time: 
     length = first.sizes[1]
 
     def sized(shape: Shape, size: int) -> Shape:
-        """The shape with another length, in all dimensions behind the first that have the length, as a mask may have it
-        twice."""
+        """The shape with the length replaced by `size`, in each dimension but the first: a mask may have it twice."""
         return shape.with_sizes((shape.sizes[0], *(size if one == length else one for one in shape.sizes[1:])))
 
     positions = most_positions(prepared.model)
@@ -91,7 +90,7 @@ def _show_largest(
     capped: str,
 ) -> None:
     """Find the largest size that fits and print it. `what` names the size, `sized` gives it to a shape, `find` is
-    `memopt.max_batch` or `max_length`, with `limits` as further arguments. `capped` is what is said where the search
+    `memopt.max_batch` or `max_length`, with `limits` as further arguments. `capped` is the text for a search that
     ended at the limit."""
 
     def shapes(size: int) -> dict[str, Shape]:

@@ -1,4 +1,4 @@
-"""The file of a memory lock: the step as it was named on the command line, and what it holds."""
+"""The file of a memory lock: the options that the step was named by on the command line, and the step's memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _named_by(job: Job) -> Job:
 
 
 def _locked(job: Job, *, enlarged: bool = False) -> MemoryLock:
-    """The lock of the step that a job describes; for `enlarged` see `lock_step`."""
+    """The lock of the step that a job describes, planned now; for `enlarged` see `lock_step`."""
     prepared = job.prepare()
     options = check_options(prepared.budget_gb, **prepared.options)
     return lock_step(prepared.model, prepared.meta_batch(), options, enlarged=enlarged)

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     "--debug" among the arguments, failures are raised with their traceback; with "--json" they are printed as JSON too.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    atexit.register(gc.freeze)  # Python would look through all objects of torch for cycles before it ends: a second
+    atexit.register(gc.freeze)  # else Python looks for cycles among all objects of torch at exit: a second
     debug = "--debug" in given
     if debug:
         with lines_on_stderr(), rare_collections():
@@ -49,7 +49,7 @@ def _report(error: Exception, *, as_json: bool) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    # Imported here, so that an interrupt during the imports is answered too.
+    # Imported here, so that an interrupt during the imports ends with one sentence too.
     from memopt.cli.commands import memopt
 
     return int(memopt.main(args=arguments, prog_name="memopt", standalone_mode=False) or 0)

@@ -25,7 +25,7 @@ from memopt.device import Hardware, device_here, hardware, hardware_of
 from memopt.errors import GIB
 
 Factory = Callable[[], tuple[nn.Module, Any]]
-"""A function that makes a model and its example inputs, or None for inputs that the command line is to describe."""
+"""A function that makes a model and its example inputs; these are None where the command line describes them."""
 
 
 def model_factory(name: str, settings: Iterable[str]) -> Factory:
@@ -65,7 +65,7 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
         return
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # one in C that says nothing of its arguments
+    except ValueError:  # a function in C without a signature
         return
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [one for one in parameters if one.default is one.empty and one.kind not in optional]
@@ -99,7 +99,7 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
 
 def on_meta(build: Factory) -> tuple[nn.Module, Any]:
     """The model on "meta" in training mode, and its inputs. A model that cannot be built there is built on the CPU
-    first, which a line on stderr says."""
+    first, and a line on stderr says so."""
     try:
         with torch.device("meta"):
             model, inputs = build()
@@ -111,7 +111,7 @@ def on_meta(build: Factory) -> tuple[nn.Module, Any]:
 
 def named_function(name: str) -> Callable[..., Any]:
     """A loss function by its name: one of `torch.nn.functional` ("cross_entropy"), `package.module:function` or
-    `file.py:function`. Raises `UsageError` where there is none of that name."""
+    `file.py:function`. Raises `UsageError` for an unknown name."""
     if ":" not in name:
         found = getattr(torch.nn.functional, name, None)
         if not callable(found):
@@ -170,8 +170,8 @@ def _load_file(path: Path) -> ModuleType:
 
 
 class _SourceLoader(SourceFileLoader):
-    """Compiles a file's text at each load. Python takes cached bytecode where a file has the size and the second of its
-    last change that it had before: an edited file may be taken for the one before the edit."""
+    """Compiles a file's text at each load. Python would use cached bytecode if size and modification time, in whole
+    seconds, are those of the cached file, which an edit may not change."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
@@ -207,7 +207,7 @@ def _checked(made: Any, name: str) -> tuple[nn.Module, Any]:
 @contextlib.contextmanager
 def _as_usage_error(sentence: str) -> Iterator[None]:
     """Context in which any error of the user's code becomes a `UsageError`, whose text is `sentence` with the error in
-    place of "%s"."""
+    place of "%s", and the line of code."""
     try:
         yield
     except UsageError:
@@ -229,11 +229,11 @@ def _own_output() -> Iterator[None]:
 
 
 def card_named(name: str | None) -> str | None:
-    """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: for "RTX 4090", "4090" or
-    "rtx4090" it is "rtx-4090". None, for this machine's device, is returned for None and for the words of `HERE`.
+    """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: "rtx-4090" for "RTX 4090",
+    "4090" or "rtx4090". None, for this machine's device, if `name` is None, "cuda" or "gpu".
 
-    Raises `UsageError` for an unknown name, for one that several cards have, and for a word of `HERE` on a machine
-    without a card."""
+    Raises `UsageError` for an unknown name, for one that several cards have, and for "cuda" or "gpu" on a machine
+    without a CUDA device."""
     if name is None:
         return None
     if name.lower() in HERE:

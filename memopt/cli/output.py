@@ -21,7 +21,7 @@ _WIDTH_OF_FILES = 110
 
 
 def columns(file: TextIO | None = None) -> int:
-    """The number of columns of the text that `show` prints, or, if it is given, of `file`."""
+    """The width, in columns, of the text that `show` prints, or that `file` takes if one is given."""
     console = Console(file=file)
     if console.is_terminal:
         return console.width
@@ -30,8 +30,8 @@ def columns(file: TextIO | None = None) -> int:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print sentences and tables: coloured and in its width on a terminal, plain and 110 columns wide elsewhere (or as
-    wide as the environment's COLUMNS says)."""
+    """Print sentences and tables: on a terminal coloured and in its width, elsewhere plain and 110 columns wide, or as
+    wide as the environment variable COLUMNS says."""
     console = Console(highlight=False, markup=False, emoji=False)
     if console.is_terminal:
         for part in parts:
@@ -68,7 +68,7 @@ def check_file(option: str, file: str | None) -> None:
         raise UsageError(f"{option}: there is no folder {folder}")
     if Path(file).is_dir():
         raise UsageError(f"{option}: {file} is a folder; name a file")
-    if Path(file).exists():  # perhaps a device or a pipe in a folder where no file can be made
+    if Path(file).exists():  # it may be a device or a pipe in a folder in which no file can be made
         return
     try:
         with tempfile.TemporaryFile(dir=folder):

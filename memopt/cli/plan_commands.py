@@ -62,9 +62,9 @@ def plan(job: Job, save: str | None) -> None:
 def explain(job: Job, op: str | None) -> None:
     """Say where the bytes of MODEL go, what memopt changed and why; or, with --op, explain one operator.
 
-    MODEL may also be the file of a plan that was saved, or a snapshot of torch's memory history
-    (torch.cuda.memory._dump_snapshot, *.pickle) of any run, also of one that ran out of memory: what filled the card,
-    and what memopt would do about it.
+    MODEL may also be the file of a saved plan, or a snapshot of torch's memory history
+    (torch.cuda.memory._dump_snapshot, *.pickle) of any run, also of one that ran out of memory: it says what filled
+    the card, and what memopt would do about it.
 
     \b
     Examples:
@@ -111,7 +111,7 @@ def _explained(plan: Plan, graph: DiGraph) -> list[RenderableType]:
 
 
 def _lever_figures(plan: Plan) -> list[dict[str, Any]]:
-    """For each lever of the receipt, what is known of it, as figures for JSON."""
+    """For each lever that the plan uses: its name, what it does, how exact it is and its price, for JSON."""
     from memopt import LEVERS
 
     used = dict.fromkeys([*(row.lever for row in plan.receipt), *plan.levers, *plan.proposals])
@@ -131,9 +131,9 @@ def _lever_figures(plan: Plan) -> list[dict[str, Any]]:
     "--against-budget-gb",
     "against",
     metavar="GB",
-    help="Show what only this plan changes, and what only the plan within this other budget does.",
+    help="Compare with the plan for this budget: show what only one of the two changes.",
 )
-@click.option("--order", is_flag=True, help="Show also what only moved or was renamed.")
+@click.option("--order", is_flag=True, help="Show also operators that only moved or were renamed.")
 def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
     """Show what the plan changes in MODEL, by module, and why; or how it differs from the plan for another budget.
 
@@ -215,7 +215,7 @@ def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: s
 @click.command("export", short_help="Write the step for PyTorch's memory visualiser, Perfetto, Graphviz or Netron.")
 @takes_job
 @click.option("--to", metavar="FILE", required=True, help="The file to write; its name says the format.")
-@click.option("--format", "form", type=click.Choice(tuple(_OPENED_BY)), help="The format, for other names.")
+@click.option("--format", "form", type=click.Choice(tuple(_OPENED_BY)), help="The format, for another name.")
 def export(job: Job, to: str, form: str | None) -> None:
     """Write the planned step of MODEL into a file for another tool.
 

@@ -56,7 +56,7 @@ Shapes = dict[str, Shape]
 
 def parse_shapes(written: Iterable[str]) -> Shapes:
     """The shapes as written on the command line. Raises `UsageError` for a text that is no shape, for one name twice,
-    and where only some are named."""
+    and where only some have names."""
     shapes: Shapes = {}
     for number, text in enumerate(written):
         found = _WRITTEN.fullmatch(text.strip())
@@ -73,7 +73,7 @@ def parse_shapes(written: Iterable[str]) -> Shapes:
             raise UsageError(f"--shape {text} has a size of 0; sizes are 1 or more")
         shapes[name] = Shape(sizes, _dtype(found["dtype"], name))
     if len({name.isdigit() for name in shapes if name != "target"}) > 1:
-        raise UsageError(f"name all shapes or none, not only {', '.join(n for n in shapes if not n.isdigit())}")
+        raise UsageError(f"--shape: name all or none, not only {', '.join(n for n in shapes if not n.isdigit())}")
     return shapes
 
 
@@ -116,7 +116,7 @@ def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
     given, and, if no shapes are given, for a model whose inputs are not known.
     """
     parameters = inspect.signature(model.forward).parameters
-    # Those of transformers take keywords for their kernels, which are no inputs.
+    # The keywords that models of transformers take are for their kernels, and no inputs.
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and not hasattr(
         model, "main_input_name"
     )
@@ -161,8 +161,8 @@ def _needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
 
 
 def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """For each input, the number that its values must be below if they are whole numbers: the size of the vocabulary
-    for tokens, the number of labels for classes, 2 where nothing is known."""
+    """For each input, the exclusive upper limit of its values if they are whole numbers: the size of the vocabulary for
+    tokens, the number of labels for classes, 2 where nothing is known."""
     config = getattr(model, "config", None)
     vocabulary = getattr(_text(config), "vocab_size", None) or 2
     classes = getattr(config, "num_labels", None) or 2
@@ -176,8 +176,8 @@ def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, i
 
 
 def _main_input(model: nn.Module) -> Shapes:
-    """The name and usual shape of a Hugging Face model's main input. Raises `UsageError` for models where nothing is
-    known of it."""
+    """The name and usual shape of a Hugging Face model's main input. Raises `UsageError` for a model whose main input
+    is not known."""
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     if name is None or config is None:
         raise UsageError(
@@ -205,7 +205,7 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def _labels(model: nn.Module, name: str, shapes: Mapping[str, Shape]) -> Shape | None:
-    """The shape of the labels `name` for a batch of these shapes; None for models of which it is not known."""
+    """The shape of the labels `name` for a batch of these shapes; None where it is not known."""
     batch = next(iter(shapes.values())).sizes[0]
     kind = type(model).__name__
     if name != "labels" or _ONE_LABEL.search(kind):

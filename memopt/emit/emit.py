@@ -41,8 +41,7 @@ def emit_planned(
     accumulation: Accumulation,
     allowed_sizes: Mapping[str, int],
 ) -> Emitted:
-    """A region of a planned call as a function, as `emit_region` returns it, with the options that follow from the
-    plan. `joint` and `schedule` are those of the region."""
+    """One region of a planned call as a function: `emit_region`, with the options that follow from the plan."""
     # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
     adds = plan.account.gradients_held or not joint.fused
     limit = plan.budget_bytes - plan.account.context if plan.account.caching else None
@@ -100,7 +99,7 @@ def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> 
     """The region as a function: `cut` returns its forward and backward graphs, which run as plain ATen operators.
     `accumulation.failed` is called where an allocation fails in the backward.
 
-    It must be called in a block `joint.trace.active()`."""
+    Call it within `joint.trace.active()`."""
 
     versions = _Versions(joint.statistics)
 
@@ -114,17 +113,17 @@ def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> 
 
 
 class _Versions:
-    """Sets the version counters (`Tensor._version`) of a region's inputs with these numbers back after its forward.
-    These are the statistics of batch normalisations, whose eager kernels do not count that they write to them.
-    AOTAutograd counts each write, and autograd would refuse a backward that has saved such an input after a second
-    forward."""
+    """Sets the version counters (`Tensor._version`) of the region's inputs at the positions `numbers` back after its
+    forward. These are running statistics of batch norms: eager kernels write to them without raising the counter.
+    AOTAutograd raises it at each write; after a second forward, autograd would then refuse the backward of the first,
+    which saved them."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._numbers = sorted(numbers)
         self._before: list[tuple[torch.Tensor, int]] = []
 
     def noted_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, a region, with the counters of these inputs noted when it begins."""
+        """`run`, the function of a region, which first notes the counters of these inputs."""
 
         def noting(*inputs: Any) -> Any:
             self._before = [(inputs[number], inputs[number]._version) for number in self._numbers]
@@ -136,8 +135,8 @@ class _Versions:
         return noting if self._numbers else run
 
     def kept_by(self, forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """`forward`, the region's forward, which at its end sets the counters to those noted, before autograd saves any
-        input."""
+        """`forward`, the region's forward, which at its end sets the counters back to those noted, before autograd
+        saves any input."""
 
         def keeping(arguments: list[Any]) -> Any:
             results = forward(arguments)

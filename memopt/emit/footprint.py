@@ -37,19 +37,19 @@ class Half:
 
 @dataclass(frozen=True)
 class HeldOutputs:
-    """Which results of a forward its caller gets, and how long each of them, numbered from 0, is held at least."""
+    """The outputs of a forward, by position, and how long each is held at least."""
 
     number: int
-    """The number of outputs, which are the first results of the forward."""
+    """The number of outputs. They are the first results of the forward."""
     released: Collection[int] = ()
-    """Those that are freed when the backward begins."""
+    """The outputs that are freed when the backward begins."""
     held: Collection[int] = ()
-    """Those that are held to the end of the step, whatever the caller does."""
+    """The outputs that are held to the end of the step, whatever the caller does."""
 
 
 def footprint(forward: Half, backward: Half, outputs: HeldOutputs) -> Footprint:
-    """The bytes that the compiled forward and backward hold, found in a dry run on fake tensors. Sizes that change are
-    those of the block `sizes_up_to` that it is called in.
+    """The bytes that the compiled forward and backward hold, found in a dry run on fake tensors. Symbolic sizes have
+    the values that the enclosing block `sizes_up_to` gives.
 
     The caller is assumed to hold the outputs until the backward ends. With a caching allocator and large outputs, the
     allocator's calls (`Footprint.ways`) are also listed for a caller who drops the outputs before the backward."""
@@ -60,8 +60,8 @@ def footprint(forward: Half, backward: Half, outputs: HeldOutputs) -> Footprint:
 
 
 def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bool) -> tuple[Footprint, bool]:
-    """The bytes that forward and backward hold in a dry run. Also whether an output that the caller may drop is large,
-    where a caching allocator is used. With `dropped`, the caller drops such outputs before the backward."""
+    """The bytes that forward and backward hold in a dry run; and whether, with a caching allocator, an output that the
+    caller may drop is large. With `dropped`, the caller drops such outputs before the backward."""
     mode = FakeTensorMode()
     given = [_fresh(node.meta.get("val"), mode) for node in forward.inputs]
     device = device_among(given)
@@ -91,7 +91,7 @@ def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bo
 
 
 def _arguments(backward: Half, saved: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """The arguments of the backward: the saved values, and the tangents. Sizes that change are the last results of the
+    """The arguments of the backward: the saved values, and the tangents. Symbolic sizes are the last results of the
     forward, and the first arguments of the backward; tensors keep the forward's order."""
     numbers = iter([value for value in saved if not isinstance(value, torch.Tensor)])
     remaining, gradients = iter([value for value in saved if isinstance(value, torch.Tensor)]), iter(tangents)
@@ -105,7 +105,7 @@ def _arguments(backward: Half, saved: Sequence[Any], tangents: Sequence[Any]) ->
 
 
 def _fresh(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor like the given one, in the mode of the dry run, with storage of its own. Sizes that change are the
+    """A fake tensor like the given one, in the mode of the dry run, with storage of its own. Symbolic sizes become the
     largest that they may be (`upper_bound`)."""
     if isinstance(value, torch.SymInt):
         return largest_value(value)
@@ -117,8 +117,8 @@ def _fresh(value: Any, mode: FakeTensorMode) -> Any:
 
 
 class _HeldBlocks(BlockCalls):  # type: ignore[no-untyped-call]
-    """Counts and lists the storages that inductor's code makes, in blocks as large as the allocator of `device` gives
-    them. With them, the workspaces of the operators that it calls, on a card with that `chip`."""
+    """Counts and lists the storages that inductor's code allocates, rounded up to blocks of the allocator of `device`,
+    and the workspaces of the operators that it calls, on a card with that `chip`."""
 
     supports_higher_order_operators = True
 
@@ -134,7 +134,7 @@ class _HeldBlocks(BlockCalls):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result; a copy to the host is left out of the count of the device's bytes."""
+        """The operator's result. The result of a copy to the host is not counted."""
         result = super().run(func, args, kwargs)
         if func is COPY_OUT:
             self.exclude(result)
@@ -149,7 +149,7 @@ class _HeldBlocks(BlockCalls):  # type: ignore[no-untyped-call]
         return call_workspace_bytes(call, self.device.type, self.chip) if seen is None else seen.workspace_bytes
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator that is written in Python, whose calls are listed as its dry run makes them."""
+        """Run an operator that is written in Python, and list the allocator's calls that a dry run of it makes."""
         result = func(*args, **kwargs)
         self.exclude((args, list(kwargs.values())))
         dry_run = op_dry_run(describe(func, args, kwargs, result), self.device.type, self.chip)
@@ -188,7 +188,7 @@ def _load(source: str) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _without_kernel(statement: ast.stmt) -> ast.stmt | None:
-    """The statement, with a stand-in where it compiles a kernel into a name; None for one that only compiles."""
+    """The statement; if it compiles a kernel into a name, one that assigns a stand-in; None if it only compiles."""
     if "async_compile" not in {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}:
         return statement
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):

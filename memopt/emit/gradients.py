@@ -18,7 +18,7 @@ from memopt.device.storages import is_view
 from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
 Receiver: TypeAlias = tuple[torch.Tensor | None, Fate]
-"""The leaf that an input of a region is, None where it is none, and what autograd does with its gradient."""
+"""An input of a region if it is a leaf, else None; and what autograd does with its gradient."""
 
 
 class _Exchange(Protocol):
@@ -49,10 +49,10 @@ class Accumulation:
     """Called when the device has no memory left in a backward; returns the error to raise."""
     region: tuple[int, int] | None = None
     """The number of the running backward pass, and the `id` of the autograd node of a region in it, to which the
-    receivers belong."""
+    receivers belong; None before the first."""
     receivers: list[Receiver | None] = field(default_factory=list)
-    """For each tensor input of that region: the parameter that it is, and what autograd does with its gradient. None
-    for other inputs, none of which may be held when the backward is over."""
+    """For each tensor input of that region that is a parameter: the parameter, and what autograd does with its
+    gradient. None for other inputs, which this list must not keep alive after the backward."""
 
     def enter(self, region: tuple[int, int]) -> None:
         """Set `receivers` to the parameters of the region whose backward begins. `region` has the number of the running
@@ -87,7 +87,7 @@ class AccumulateGradient(nn.Module):
         """None where the gradient is dropped or added to `.grad`; else the gradient. `receiver` is what `receiver()`
         returns, where that was asked before.
 
-        In place of `forward`: nobody hooks these modules, and `Module.__call__` takes as long as all the rest.
+        It overrides `__call__`, not `forward`: these modules have no hooks, and `Module.__call__` doubles the time.
         """
         parameter, fate = receiver or self.receiver()
         if fate is Fate.DROPPED:
@@ -127,7 +127,7 @@ class AccumulateGradient(nn.Module):
             return False
         parameter.grad = gradient
         exchange.ready(parameter)
-        if not self.own_memory and parameter.grad.data_ptr() == gradient.data_ptr():  # in no bucket: it may change
+        if not self.own_memory and parameter.grad.data_ptr() == gradient.data_ptr():  # in no bucket: it may be written
             parameter.grad = gradient.clone()
         return True
 
@@ -144,8 +144,8 @@ def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
-    """Whether a hook waits for the parameter's gradient. With `stepped`, one hook that steps the optimizer for this
-    parameter does not count."""
+    """Whether the parameter has a hook that reads its gradient. With `stepped`, one hook that steps the optimizer for
+    this parameter does not count."""
     if not has_hooks(parameter):
         return False
     late = len(post_accumulate_hooks(parameter))
@@ -177,7 +177,7 @@ class _StepParameter(AccumulateGradient):
 
 def _only_steps(parameter: torch.Tensor, gradient: torch.Tensor) -> SteppingHook | None:
     """The parameter's only hook, which steps it in the backward, where calling that is all that autograd would do with
-    `gradient`: there is no gradient yet, this one has the parameter's dtype and shape, and nothing else looks at it.
+    `gradient`: there is no gradient yet, this one has the parameter's dtype and shape, and no other hook reads it.
     Else None."""
     hooks = stepping_hooks(parameter)
     whole = (
@@ -236,8 +236,8 @@ def accumulate_in_place(
 
 
 def _insertion_point(graph: fx.Graph, gradient: fx.Node, names: Collection[str]) -> fx.Node:
-    """The last of the gradient and the named nodes in graph order; after a node with several results, the last
-    `getitem` of them."""
+    """The last in graph order of the gradient and the named nodes; if that has several results, the last `getitem` of
+    them."""
     if not names:
         return gradient
     last = next(node for node in reversed(graph.nodes) if node is gradient or node.name in names)
@@ -293,7 +293,7 @@ def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Call
 
 
 def telling(backward: Callable[[list[Any]], Any], accumulation: Accumulation) -> Callable[[list[Any]], Any]:
-    """`backward`, a compiled backward, raising what `accumulation.failed` returns where an allocation fails."""
+    """`backward`, a compiled backward, which raises what `accumulation.failed` returns where an allocation fails."""
 
     def run(arguments: list[Any]) -> Any:
         try:

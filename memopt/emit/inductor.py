@@ -1,5 +1,5 @@
-"""The "inductor" backend: forward and backward compiled by torch.compile's own backend, and the bytes that they then
-hold."""
+"""The "inductor" backend: forward and backward compiled by torch.compile's own backend, and the bytes that the compiled
+code holds."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def compile_by_backend(
     elementwise operators, so that values between fused operators are never materialised, and it chooses the order of
     the kernels.
 
-    `allowed_sizes` maps the symbols of sizes that change to the largest ones, for which bytes are counted.
+    `allowed_sizes` maps the symbols of symbolic sizes to the largest ones, for which bytes are counted.
     `accumulation.failed` is called where an allocation fails in the backward. In the first run, in which kernels are
-    timed, torch's allocator for CUDA holds at most `limit_bytes`. It must be called in a block `joint.trace.active()`.
+    timed, torch's allocator for CUDA holds at most `limit_bytes`. Call it within `joint.trace.active()`.
     Raises `CaptureError` where inductor fails."""
     halves = _Halves(cut, joint, accumulation, limit_bytes)
     module, inputs = joint.trace.module, joint.trace.region.inputs
@@ -72,8 +72,8 @@ class _Halves:
     hash: str = ""
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        """The forward and backward as planned, for inductor to compile. The joint graph that inductor passes is the
-        planned one, traced again."""
+        """The forward and backward as planned, for inductor to compile. The joint graph that inductor passes, the
+        planned one traced again, is not used."""
         assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced another graph than was planned for"
         forward, backward = self.cut()
         self.handing = _Handing(backward)
@@ -91,7 +91,7 @@ class _Halves:
         return self.hash or "no plan"
 
     def made(self, compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Callable[..., Any]:
-        """Take note of a compiled half, and return the function to run for it."""
+        """Record a compiled half, and return the function that runs it."""
         half = Half(compiled.source_code, inputs)
         run = compiled if self.limit_bytes is None else _timed_within(compiled, self.limit_bytes)
         if is_backward:
@@ -110,8 +110,8 @@ class _Halves:
         except Exception as failure:  # another version of inductor may generate code of any kind
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             warnings.warn(
-                "memopt cannot tell how many bytes inductor's code holds, and assumes those of its plan, which a step "
-                f"may exceed ({reason}); backend='aten' runs plain operators, whose bytes are known",
+                "memopt cannot find the bytes that inductor's code holds, and assumes those of the plan, which a step "
+                f"may exceed ({reason}); with backend='aten', plain operators run, whose bytes are known",
                 stacklevel=2,
             )
             return None
@@ -212,7 +212,7 @@ def hold_values(half: fx.GraphModule, inputs: Collection[str]) -> None:
     half.recompile()
 
 
-# Held are values for which this many times their bytes would otherwise be held.
+# A value is written to memory if otherwise more than this many times its bytes would be held longer.
 _HELD_LONGER = 1.05
 
 
@@ -313,7 +313,8 @@ class _Handing:
 
     @contextmanager
     def active(self) -> Iterator[dict[int, Tensor]]:
-        """A block in which the backward runs; yields module number → gradient that the module returned."""
+        """Context in which the backward runs; yields a dict from module number to the gradient that the module
+        returned."""
         before = _running.takers, _running.returned
         # Asked here, because autograd does not know its current node inside an operator.
         takers = [functools.partial(module, receiver=module.receiver()) for module in self.modules]

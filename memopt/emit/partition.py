@@ -27,7 +27,7 @@ from passes.apply_schedule import BACKWARD
 from passes.graphs.node_facts import is_tangent
 
 Cut: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-"""Returns the forward and the backward module of a region, whatever it is given: what torch gives a partitioner."""
+"""Returns the forward and the backward module of a region; ignores its arguments, those of a partitioner of torch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,8 @@ def partition(
 
 
 def _crossing(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """The forward's values that the backward reads or returns: tensors, including those offloaded to the host, sizes,
-    and other objects."""
+    """The forward's values that the backward reads or returns, in three lists: tensors, including those offloaded to
+    the host, sizes, and other objects."""
     results = graph.output_node()
     returned = set(results.args[0][forward_outputs:])  # type: ignore[index,arg-type]
     tensors: list[fx.Node] = []
@@ -99,7 +99,7 @@ def nodes_before_steps(
     parameter or gradient through any alias, recomputed nodes included.
 
     `numbers` are the positions of the parameters to step among the region's inputs. `backward` was extracted from
-    `scheduled`, the scheduled graph. The names come from `scheduled` alone, to notice an error of the planner."""
+    `scheduled`, the scheduled graph. The nodes are found anew in `scheduled`, to notice an error of the planner."""
     if not numbers:
         return {}
     named = {node.name: node.target for node in scheduled.graph.nodes}
@@ -140,7 +140,7 @@ def sharing_memory(model: nn.Module) -> list[nn.Parameter]:
 
 
 _BYTES = 7
-"""The bytes of a digest, which is an int64."""
+"""The bytes of a digest, so that it fits into an int64."""
 
 
 def exchanges_of(*graphs: fx.Graph) -> int:

@@ -1,4 +1,4 @@
-"""One line in each training loop: callbacks and functions for trainers, each in a file of the trainer's name.
+"""Callbacks and functions that use memopt in the training loops of other libraries: a file for each library.
 
-Nothing is imported here, so that each file needs its own trainer only.
+Nothing is imported here, so that each file needs its own library only.
 """

@@ -1,4 +1,4 @@
-"""One line in a loop with Accelerate. Tested with Accelerate 1.15."""
+"""Plans the training calls of a loop with Accelerate. Tested with Accelerate 1.15."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def prepare(accelerator: Accelerator, *objects: Any, budget_gb: float, **options
             the optimizer is the one among `objects`.
 
     Raises:
-        ValueError: where the objects have none or several trained models; or none or several optimizers, and `options`
-            have no `optimizer`.
+        ValueError: for none or several trained models among `objects`; for none or several optimizers, unless
+            `options` have `optimizer`.
     """
     budgeted = Budgeted(budget_gb, **options)
     models = [number for number, given in enumerate(objects) if isinstance(given, nn.Module) and _is_trained(given)]
     if len(models) != 1:
         raise ValueError(
-            f"{len(models)} trained models are prepared at once; prepare one with each call of memopt's prepare, the "
-            "others by accelerator.prepare"
+            f"memopt's prepare takes exactly one trained model, not {len(models)}; call it once for each, and "
+            "accelerator.prepare for models that are not trained"
         )
     counted = budgeted.optimizer_among([given for given in objects if isinstance(given, torch.optim.Optimizer)])
     found = accelerator.prepare(*objects)

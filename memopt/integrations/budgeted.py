@@ -41,14 +41,14 @@ class Budgeted:
         if len(optimizers) != 1:
             raise ValueError(
                 f"the training has {len(optimizers)} optimizers, and memopt counts the memory of one; use exactly "
-                "one, or name the class of the one that steps the planned net, such as optimizer=torch.optim.AdamW "
-                "(None leaves it out of the budget)"
+                "one, or name the class of the one that steps the planned model, such as optimizer=torch.optim.AdamW, "
+                "or give optimizer=None to count none"
             )
         return inner_optimizer(optimizers[0])
 
     def begin(self, net: nn.Module, optimizer: Any, **defaults: Any) -> None:
-        """Optimise the model `net`, in place, for a training run with `optimizer`. `defaults` are options that apply
-        where the user gave none. Nothing is planned yet."""
+        """Optimise the model `net`, in place, for a training run with `optimizer`; its first training call is planned
+        when it runs. `defaults` are options that apply where the user gave none."""
         optimize(net, self.budget_gb, **{**defaults, **self.options, "optimizer": optimizer})
         self._net, self._shown = net, None
 

@@ -1,4 +1,4 @@
-"""One line in a loop with Lightning Fabric. Tested with Lightning 2.6."""
+"""Plans the training calls of a loop with Lightning Fabric. Tested with Lightning 2.6."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def setup(fabric: Fabric, model: nn.Module, *optimizers: Any, budget_gb: float, 
             optimizer is the one given here.
 
     Raises:
-        ValueError: where none or several optimizers are given, and `options` have no `optimizer`.
+        ValueError: for none or several optimizers, unless `options` have `optimizer`.
     """
     budgeted = Budgeted(budget_gb, **options)
     counted = budgeted.optimizer_among(optimizers)

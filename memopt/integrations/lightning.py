@@ -1,4 +1,4 @@
-"""One line in the Trainer of Lightning. Tested with Lightning 2.6."""
+"""A callback for the Trainer of Lightning. Tested with Lightning 2.6."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MemoptCallback(Callback):
 
     Args:
         net: the attribute of the LightningModule ("generator", "model.body") whose calls in `training_step` are to be
-            planned. None: the only submodule that holds all trained parameters, or else the LightningModule itself,
+            planned. None: the child module that holds all trained parameters, or else the LightningModule itself,
             where `training_step` calls `self(…)`.
     """
 
@@ -33,8 +33,8 @@ class MemoptCallback(Callback):
         self._net = net
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Optimise the net. Raises `ValueError` for a name that is no submodule, and where the loop has none or several
-        optimizers."""
+        """Optimise the net. Raises `ValueError` for a name that is no submodule, and for none or several optimizers,
+        unless the option `optimizer` was given."""
         net = net_of(pl_module) if self._net is None else _named(pl_module, self._net)
         self._budgeted.begin(net, self._budgeted.optimizer_among(trainer.optimizers))
 
@@ -55,7 +55,7 @@ class MemoptCallback(Callback):
 
 
 def net_of(module: nn.Module) -> nn.Module:
-    """The submodule that holds all trained parameters and can be called; `module` itself where there is none, or no
+    """The child module that holds all trained parameters and can be called; `module` itself where there is none, or no
     parameter is trained."""
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     for child in module.children():
@@ -65,7 +65,7 @@ def net_of(module: nn.Module) -> nn.Module:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Whether the module has a forward, which lists and dictionaries of modules have not."""
+    """Whether the module has a forward; `ModuleList` and `ModuleDict` have none."""
     return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 

@@ -1,4 +1,4 @@
-"""One line before a schedule of `torch.distributed.pipelining`. Tested with torch 2.13."""
+"""Plans the steps of a schedule of `torch.distributed.pipelining`. Tested with torch 2.13."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def optimize_schedule(schedule: Schedule, budget_gb: float, **options: Unpack[St
     """Make the steps of a pipeline schedule run within a budget on this rank, in place, and return the schedule.
 
     Each stage is planned by itself at the first step, with as many microbatches in flight as the schedule holds, and
-    the last one with the schedule's loss function. All ranks plan before anything is sent: where one of them cannot
-    fit, all raise its error. Called again, it gives the schedule another budget.
+    the last one with the schedule's loss function. All ranks plan before anything is sent: if no plan fits on one of
+    them, all raise its error. A second call gives the schedule another budget.
 
     Args:
         schedule: GPipe, 1F1B, interleaved 1F1B, or another that runs a microbatch's backward in one piece, with a
-            `loss_fn`. Its steps are given positional arguments, and `return_outputs=False` on the rank of the last
-            stage, whose outputs are not held.
+            `loss_fn`. Call its `step` with positional arguments, and with `return_outputs=False` on the rank of the
+            last stage, whose outputs are not kept.
         budget_gb: GB of 1024³ bytes for everything that the steps of this rank's stages hold on its device.
         options: those of `memopt.optimize`, without the ones that the schedule decides: `loss_fn`, `forwards`,
             `outputs` and `dynamic`. By default dtypes are left as they are (`precision="fp32"`).
 
     Raises:
-        BudgetError: from `schedule.step`, on all ranks: no plan fits on one of them.
+        BudgetError: raised by `schedule.step`, on all ranks, if no plan fits on one of them.
         TypeError, ValueError: the schedule or an option cannot be used.
     """
     decided = sorted(set(options) & set(_BY_SCHEDULE))

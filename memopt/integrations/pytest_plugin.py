@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def assert_fits() -> Callable[..., Plan]:
-    """`assert_fits(model, batch, gb=24, **options)`: plans a training step of `model` on `batch` within `gb` gigabytes
-    as `memopt.plan` does, whose options it takes (`device="rtx-4090"`), and returns the plan. Nothing runs, and no card
-    is needed. Where no plan fits, the test fails with the `BudgetError`, which lists changes that help."""
+    """`assert_fits(model, batch, gb=24, **options)`: plans a training step of `model` on `batch` within `gb` GB of
+    1024³ bytes, as `memopt.plan` does, with its options (`device="rtx-4090"`), and returns the plan. Nothing runs, and
+    no GPU is needed. If no plan fits, the test fails with the `BudgetError`, which lists changes that help."""
 
     def fits(model: nn.Module, batch: Any, gb: float, **options: Any) -> Plan:
         import memopt

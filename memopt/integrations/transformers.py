@@ -1,5 +1,5 @@
-"""One line in the Trainer of transformers, and in those of TRL that derive from it. Tested with transformers 5.23, TRL
-1.16 and PEFT 0.21."""
+"""A callback for the Trainer of transformers, and for those of TRL that derive from it. Tested with transformers 5.23,
+TRL 1.16 and PEFT 0.21."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class MemoptCallback(TrainerCallback):
     """`Trainer(…, callbacks=[MemoptCallback(12)])` trains within 12 GB of 1024³ bytes.
 
     Options are those of `memopt.optimize` but for two defaults: dtypes are left to the Trainer's `bf16` and `fp16`, and
-    the optimizer is the Trainer's. Each plan that a step runs by is in the Trainer's log, as `memopt_budget_gb`,
-    `memopt_peak_gb` and `memopt_added_time`. Evaluation, prediction and generation run the plain model, and the model
-    is the plain one again after the training.
+    the optimizer is the Trainer's. The figures of each plan that a step runs by go to the Trainer's log history, as
+    `memopt_budget_gb`, `memopt_peak_gb` and `memopt_added_time`. Evaluation, prediction and generation run the plain
+    model, and the model is the plain one again after the training.
 
-    The setting `gradient_checkpointing` is switched off for the training, since a plan chooses what is recomputed;
-    under `torch_compile`, training runs by the plan, and only the rest is compiled.
+    The setting `gradient_checkpointing` is switched off for the training, since a plan chooses what is recomputed. With
+    `torch_compile`, only calls that do not train are compiled.
 
-    The Trainer does not tell callbacks of a training that ends with an error: call `end()` then to continue with the
-    plain model. It need not be called before a further training with the same callback."""
+    The Trainer calls no callback when training ends with an error: call `end()` then to get the plain model back. A
+    further training with the same callback does so by itself."""
 
     @takes_options(StepOptions, DEFAULTS)
     def __init__(self, budget_gb: float, **options: Unpack[StepOptions]) -> None:
@@ -48,7 +48,7 @@ class MemoptCallback(TrainerCallback):
         if self._checkpointed:
             _log.info("gradient_checkpointing is off while memopt's plans choose what is recomputed")
         if args.torch_compile:
-            _log.info("torch_compile leaves training to memopt's plans, and compiles what is not training")
+            _log.info("torch_compile compiles only calls that do not train; training runs by memopt's plans")
         # The trainers of TRL compute the loss from log-probabilities that the model returns beside a loss.
         defaults = {"outputs": "all"} if _of_trl(args) else {}
         self._budgeted.begin(model, self._budgeted.optimizer_among([parts["optimizer"]]), **defaults)
@@ -80,12 +80,12 @@ def _check(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         raise ValueError(
             f"this Trainer would copy the model to {args.n_gpu} GPUs at each step (DataParallel), which memopt cannot "
-            "plan; start it by torchrun, one process for each GPU, or show it one by CUDA_VISIBLE_DEVICES"
+            "plan; start one process for each GPU with torchrun, or make one GPU visible by CUDA_VISIBLE_DEVICES"
         )
 
 
 def _without_checkpoints(model: nn.Module) -> list[nn.Module]:
-    """Switch off gradient checkpointing in the modules of transformers that have it on, and return these."""
+    """Switch off gradient checkpointing in all modules of transformers that have it on, and return those modules."""
     found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
     for module in found:
         module.gradient_checkpointing = False  # type: ignore[assignment]

@@ -27,7 +27,7 @@ COLOURS = {
     WORKSPACE: "#c9a227",
 }
 """The bands from the bottom to the top, with their colours; all rows of the account that are not here make one band."""
-# The optimizer's step takes this share of the axis: its time is not known.
+# The optimizer's step, whose time is not known, takes this share of the axis.
 _OPTIMIZER_SHARE = 0.035
 _WIDTH, _HEIGHT, _COLUMNS = 860, 220, 430
 _STYLE = """
@@ -88,8 +88,8 @@ def _by_band(rows: Mapping[str, int]) -> dict[str, int]:
 
 
 def heart(plan: Plan, step: Step | None) -> str:
-    """A plan as a piece of HTML for notebooks: headline, bars of both peaks, and, where a `step` is given, the memory
-    over it."""
+    """A plan as a piece of HTML for notebooks: headline, a bar for each of both peaks, and, where a `step` is given,
+    its memory over time."""
     used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
     used |= set(_found(step)) if step is not None else set()
     picture = _picture(plan, step) if step is not None else ""

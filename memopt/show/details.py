@@ -1,4 +1,4 @@
-"""What the command line shows of a plan's graphs, as plain data, which is kept on disk without them."""
+"""What the command line shows of a plan's graphs, as plain data that is kept on disk in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The changes of a plan as text for readers: by module, one line for what belongs together."""
+"""The changes of a plan as text: by module, with similar changes on one line."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _add_source(lines: list[Text], row: Row, indent: int, width: int) -> None:
 
 
 def label_of(change: Change) -> str:
-    """What a row shows as the kind of a change: for a change of dtype the two dtypes."""
+    """The kind of a change, as a row shows it: for a change of dtype the two dtypes."""
     return {DTYPE: change.detail, SAVED: f"{SAVED} {change.detail}"}.get(change.kind, change.kind)
 
 

@@ -57,8 +57,8 @@ def quiet_frame(axes: Axes, font_size: float) -> None:
 
 
 def write_figure(draw: Callable[[], Figure], path: Path) -> Figure:
-    """Draw a figure and write it to a file. Raises `ValueError`, before it is drawn, for a file whose name does not end
-    in one of `KINDS`."""
+    """Draw a figure, write it to a file and return it. Raises `ValueError`, before it is drawn, for a file whose name
+    does not end in one of `KINDS`."""
     if path.suffix.lower() not in KINDS:
         raise ValueError(f"a picture is a file named *{', *'.join(KINDS)}, not {path.name!r}")
     figure = draw()

@@ -1,4 +1,4 @@
-"""A step as files for tools that people have: trace viewers, Graphviz and Netron, and PyTorch's memory visualiser."""
+"""A step as files for other tools: trace viewers, Graphviz and Netron, and PyTorch's memory visualiser."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
 
 def format_of(path: Path, given: str | None) -> Format:
-    """The format `given`, else the one for the ending of the file's name. Raises `ValueError` for an unknown format,
-    and for a name that tells none."""
+    """The format `given`, else the one for the ending of the file's name. Raises `ValueError` for an unknown format or
+    ending."""
     if given is None:
         if path.suffix.lower() not in _BY_NAME:
             raise ValueError(f"no format goes with the name {path.name!r}: end it in {', '.join(_BY_NAME)}")
@@ -57,9 +57,9 @@ def format_of(path: Path, given: str | None) -> Format:
 
 def write_export(path: Path, given: str | None, step: Callable[[], Step], graph: Callable[[], DiGraph]) -> None:
     """Write a file in the format `given`, or in that of its name. `step` and `graph` make the plan's step and joint
-    graph; each is called only if that format needs it.
+    graph; each is called only if the format needs it.
 
-    Raises `ValueError` for an unknown format or name, `OSError` where the file cannot be written."""
+    Raises `ValueError` for an unknown format or ending of the name, `OSError` where the file cannot be written."""
     chosen = format_of(path, given)
     if chosen == "snapshot":
         whole = step()
@@ -123,8 +123,7 @@ def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
 
 
 def _closed(opened: list[tuple[str, float]], left: int, end: float) -> Iterator[Event]:
-    """The slices of all open modules but the first `left`, the inner ones first, which end at `end` seconds; they are
-    no longer open then."""
+    """Close all open modules but the first `left`, at `end` seconds; yields their slices, the inner ones first."""
     while len(opened) > left:
         path = ".".join(part for part, _ in opened)
         name, start = opened.pop()
@@ -154,10 +153,10 @@ def _named(what: str, name: str, process: int, track: int = 0) -> Event:
 
 def _lines(graph: DiGraph) -> Iterator[str]:
     """The lines between the braces of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`.
-    Each node shows its operator, module, bytes, time and fate (saved, recomputed, …), by which it is coloured.
+    Each node shows its operator, module, bytes, time and fate (saved, recomputed, …), and has the fate's colour.
 
-    Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view is joined to
-    the operator whose memory it sees.
+    Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view gets an edge
+    from the operator whose memory the view shows.
     """
     yield "  rankdir=TB; nslimit=1; nslimit1=1; mclimit=0.2; splines=line;"
     yield '  node [shape=record, style=filled, fillcolor="#ffffff", fontname="Helvetica", fontsize=10];'

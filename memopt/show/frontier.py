@@ -104,8 +104,8 @@ def sizes(frontier: Frontier) -> Callable[[float], str]:
 
 
 def draw(frontier: Frontier, path: Path) -> None:
-    """Draw the curve of a frontier into a file. Raises `ValueError` for another kind of file, and `ModuleNotFoundError`
-    without matplotlib."""
+    """Draw the curve of a frontier into a file. Raises `ValueError` for a file name that is not of a picture, and
+    `ModuleNotFoundError` without matplotlib."""
     write_figure(lambda: figure_of(frontier), path)
 
 
@@ -154,7 +154,7 @@ def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: flo
 
 
 def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
-    """Draw a vertical line at the smallest peak and at that with nothing recomputed, with their names above the
+    """Draw vertical lines at the smallest peak and at the peak with nothing recomputed, with their names above the
     frame."""
     for gb, name, align in (
         (frontier.smallest_gb, "smallest", "left"),

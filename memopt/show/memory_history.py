@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _GAPS = 0.1
-"""If gaps between blocks are more than this share of the reserved bytes, they get a row."""
+"""Gaps between blocks get a row if they are more than this share of the reserved bytes."""
 _GAPS_ROW = "gaps between blocks"
 ACTIVATIONS, BACKWARD, STATE, STEP, PARAMETERS, BEFORE, OTHER = (
     "activations",
@@ -28,9 +28,9 @@ ACTIVATIONS, BACKWARD, STATE, STEP, PARAMETERS, BEFORE, OTHER = (
     "no stack was recorded",
 )
 _WRAPPERS = r"(^|/)(torch|einops|accelerate)/|^<"
-"""A pattern of files whose lines do not tell a reader where memory was allocated: torch's and those of wrappers."""
-# For each row, the function and the file of a frame by which it is known: the first that any frame of a stack has. The
-# autograd engine's own threads have frames of C++ only.
+"""A pattern of files of torch and of wrappers, whose lines do not say where the user's code allocated memory."""
+# For each row, patterns of the function and the file of a frame. A stack belongs to the first row whose patterns match
+# one of its frames. Stacks of the autograd engine's own threads have frames of C++ only.
 _SIGNS = (
     (STATE, r"(^|\.)_init_group$|(^|\.)init_state$", r"torch/optim/"),
     (STEP, r"", r"torch/optim/"),
@@ -44,11 +44,11 @@ _ADVICE = {
     BACKWARD: "gradients need not all be there at once if the optimizer steps within the backward: "
     'allow=memopt.DEFAULT_LEVERS | {"optimizer_in_backward"}; every plan counts the temporaries of the backward',
     STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
-    STEP: "fused=True in AdamW and its kin takes no temporaries for all parameters at once",
+    STEP: "with fused=True, optimizers such as AdamW need no temporaries for all parameters at once",
     PARAMETERS: 'allow "bf16_parameters", which halves them, their gradients and the state',
     BEFORE: "parameters and all else that was allocated before the recording: call "
     "torch.cuda.memory._record_memory_history() before the model is built to see them apart",
-    _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer; a plan counts what is left of them",
+    _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer gaps; a plan counts those that are left",
 }
 
 
@@ -58,7 +58,7 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """The blocks of one kind of memory that one line of code allocated, at the moment of the peak."""
+    """The blocks in use at the peak that are of one kind of memory and that one line of code allocated."""
 
     row: str
     place: str
@@ -69,7 +69,7 @@ class HeldBlock:
 
 @dataclass(frozen=True)
 class MemoryHistory:
-    """The memory of one device at its peak, in bytes, by kind and line of code."""
+    """The memory of one device at its peak: bytes by kind and line of code."""
 
     device: int
     reserved_bytes: int
@@ -83,9 +83,9 @@ class MemoryHistory:
     gaps_bytes: int = 0
     """Bytes that were reserved at the peak and not in use."""
     missing_bytes: int | None = None
-    """For a run that ran out of memory, the bytes that it asked for last; None for others."""
+    """The bytes of the last allocation that failed; None if none did."""
     free_bytes: int = 0
-    """For such a run, the bytes that were free on the card then."""
+    """The bytes that were free on the card when it failed."""
 
     @property
     def rows(self) -> dict[str, int]:
@@ -108,7 +108,7 @@ class _Unpickler(pickle.Unpickler):
     """Reads containers, strings and numbers, and raises `SnapshotError` at anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise SnapshotError(f"the file names {module}.{name}, not plain containers, strings and numbers only")
+        raise SnapshotError(f"the file refers to {module}.{name}, not only plain containers, strings and numbers")
 
     def persistent_load(self, pid: Any) -> Any:
         raise SnapshotError(f"the file refers to something outside of itself ({str(pid)[:40]!r})")
@@ -141,7 +141,7 @@ def read_history(path: str | Path) -> MemoryHistory:
         raise
     except SnapshotError as error:
         raise SnapshotError(f"{path} is no snapshot of torch.cuda.memory: {error}") from None
-    except (Exception, RecursionError) as error:  # a pickle of a stranger can fail in any way
+    except (Exception, RecursionError) as error:  # a file that is no snapshot can fail in any way
         text = f"{type(error).__name__}: {str(error)[:80]}"
         raise SnapshotError(f"{path} is no snapshot of torch.cuda.memory._dump_snapshot ({text})") from None
 
@@ -196,7 +196,7 @@ _SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 
 
 def _apply(event: Mapping[str, Any], live: dict[int, Block]) -> int:
-    """Change the blocks in use (`live`, by address) as an event does. Returns by how many bytes they grew."""
+    """Change the blocks in use (`live`, by address) as an event does. Returns the bytes by which they grew."""
     before = live.pop(event["addr"], (0, "", []))[0] if event["action"] in ("alloc", "free_completed") else 0
     if event["action"] != "alloc":
         return -before

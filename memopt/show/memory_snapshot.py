@@ -130,8 +130,8 @@ def _block(address: int, nbytes: int, owner: dict[str, Any] | None) -> dict[str,
 
 
 def _frames(step: Step, number: int) -> list[dict[str, Any]]:
-    """What stands for the call stack of a block that operator `number` of the step makes: the operator's name and
-    module, and the user's line."""
+    """The call stack shown for a block that operator `number` of the step allocates: the operator's name and module,
+    and the user's line of code."""
     op = step.ops[number]
     path, _, line = op.source.rpartition(":")
     place = f"{op.name} of {op.module}" if op.module else op.name

@@ -44,7 +44,7 @@ def explain(plan: Plan, op: str | None) -> str:
 
 def told_graph(plan: Plan) -> DiGraph:
     """The graph of `Plan.networkx`, whose nodes also have "value", the dtype and sizes of each tensor, and "why_dtype",
-    the reason for that dtype; "" where there is none."""
+    the reason for that dtype ("" if there is none)."""
     assert plan.captured is not None
     graph, several = plan.networkx(), len(plan.captured.regions) > 1
     reasons = _reasons(plan.captured)
@@ -184,12 +184,12 @@ def _reasons(captured: TracedStep) -> list[_Reasons | None]:
 
 def why_dtype(reasons: _Reasons | None, facts: Mapping[str, Any], readers: Sequence[str]) -> str:
     """Why an op has its dtype: the reason that the plan has for the operator that it comes from, by the `_reasons` of
-    its region; "" for what is no operator. `facts` are the op's attributes in `Plan.networkx`, `readers` the names of
-    the ops that read it."""
+    its region; "" for a node that is no operator. `facts` are the op's attributes in `Plan.networkx`, `readers` the
+    names of the ops that read it."""
     if not facts["operator"]:
         return ""
     if reasons is None:
-        return "as the model's code has it: this plan chooses no dtypes"
+        return "that of the model's code: this plan chooses no dtypes"
     namespace, *rest = facts["operator"].split(".")
     name = rest[0] if rest else namespace  # `addmm` for `aten.addmm.default`
     if name in _CASTS:

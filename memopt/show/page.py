@@ -67,7 +67,7 @@ def page(
         "why": WHY,
         "texts": list(texts),
     }
-    # Escaped, as it stands within a `script` element.
+    # Escaped below, because it is put into a `script` element.
     text = json.dumps(figures, ensure_ascii=False, separators=(",", ":"))
     parts = {
         "title": escape(f"{plan.model} on {plan.hardware}: memopt"),
@@ -199,8 +199,8 @@ def _change(change: Change, texts: _Texts) -> list[Any]:
 
 
 def _frontier(plan: Plan, recipes: Sequence[Recipe], curve: Frontier[Any] | None) -> dict[str, Any]:
-    """The recipes, and the curve with the plan as one of its points. What fits a budget fits every larger one, so a
-    point never adds more time than one at a smaller budget, which the plan, searched for alone, may."""
+    """The recipes, and the curve with the plan as one of its points. The plan may add more time than a point at a
+    smaller budget, because it was searched for alone; since that point's schedule fits too, it is shown instead."""
     points = [
         (point.budget_gb * GIB, point.peak_gb * GIB, point.added_time, point.bound, point.method)
         for point in (curve.points if curve else ())

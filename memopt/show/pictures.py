@@ -1,4 +1,4 @@
-"""Pictures of a step: its memory over time, and its bytes by module at the peak as a squarified treemap."""
+"""Pictures of a step: its memory over time, and its bytes by module at the peak, as a squarified treemap."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def _tree(rows: Mapping[str, Counter[str]]) -> _Module:
 
 
 def _boxes(module: _Module, box: Box, depth: int) -> Iterator[tuple[Box, _Module, str, int]]:
-    """The boxes of what a module holds within `box`, with the band, or "" for a module in it, and the depth of nesting;
-    a module comes before what is in it."""
+    """The boxes within `box` of a module's own bytes and of the modules in it: each with the module, its band ("" for a
+    module's box) and the depth of nesting. A module comes before what is in it."""
     parts = [(part.nbytes, part, "") for part in map(_through, module.parts.values())]
     parts += [(nbytes, module, band) for band, nbytes in module.own.items()]
     parts = sorted((part for part in parts if part[0] > 0), key=lambda part: -part[0])
@@ -160,7 +160,7 @@ def _boxes(module: _Module, box: Box, depth: int) -> Iterator[tuple[Box, _Module
 
 
 def _through(module: _Module) -> _Module:
-    """The module, or, where all it has is one other module, the first one below it that has more."""
+    """The module, or the first one below it that has bytes of its own or several submodules."""
     while len(module.parts) == 1 and not module.own:
         (module,) = module.parts.values()
     return module

@@ -21,10 +21,10 @@ MODULE_ROWS = 60
 AS_CAPTURED = "as captured"
 BRIEF_LINES = 40
 """The most lines that `print(plan)` takes."""
-# Rows of bytes and of modules of a plan that is printed, tried until it has no more than `BRIEF_LINES` lines.
+# The most rows of bytes and of modules that `brief` shows, tried in this order until `BRIEF_LINES` lines suffice.
 _BRIEF = ((99, 16), (99, 10), (99, 6), (8, 8), (8, 5), (6, 4), (4, 2))
 _BRIEF_NOTES = 3
-# Narrower tables of modules have no columns for the numbers of operators.
+# Tables of modules that are narrower have no columns for the numbers of operators.
 _WIDE = 100
 _NOTABLE = 0.0005
 """The least share of a step that memopt's own work must take to be mentioned: half of the last digit of the added
@@ -62,8 +62,8 @@ def parts(plan: Plan, width: int = 110) -> list[RenderableType]:
 def _tables(
     plan: Plan, width: int, byte_rows: int | None = None, module_rows: int | None = None
 ) -> list[RenderableType]:
-    """The headline and the tables, with at most `byte_rows` rows of bytes and `module_rows` rows of modules; None for
-    no limit of bytes, and the usual one of modules."""
+    """The headline and the tables, with at most `byte_rows` rows of bytes (None: all) and `module_rows` rows of modules
+    (None: `MODULE_ROWS`)."""
     receipt = [receipt_table(plan)] if len(plan.receipt) > 1 else []
     offloads = [_offload_line(plan)] if plan.moved_bytes else []
     offloads += [_hosted_line(plan)] if plan.hosted_bytes else []
@@ -112,13 +112,12 @@ def headline(plan: Plan) -> str:
 
 
 def _added(plan: Plan) -> str:
-    """The added time in words, with the share of memopt's own work, the lower bound, and the range of measured
-    times."""
+    """The added time in words, with memopt's own share of it, the lower bound, and the range to expect of a step."""
     fastest, slowest = (duration(times * plan.step_seconds) for times in MEASURED_TIMES)
     own = f"{plan.host_share:.1%} of it guards and memopt's own work, " if plan.host_share >= _NOTABLE else ""
     return (
         f"{plan.added_time + plan.host_share:.1%} of {duration(plan.step_seconds)} ({own}no plan adds less than "
-        f"{plan.bound + plan.host_share:.1%}; a step takes {fastest} to {slowest}, as far as measured)"
+        f"{plan.bound + plan.host_share:.1%}; expect a step of {fastest} to {slowest})"
     )
 
 
@@ -130,8 +129,8 @@ def before_all(plan: Plan) -> tuple[str, int]:
 
 
 def _offload_line(plan: Plan) -> str:
-    """A sentence about offloading: the bytes that are copied and the most on the host at once, which is not part of the
-    budget, and the time that compute waits for copies."""
+    """A sentence about offloading: the bytes that are copied, the most on the host at once, and the time that compute
+    waits for copies. Bytes on the host are not part of the budget."""
     waits = f"waits {duration(plan.stall_seconds)} for" if plan.stall_seconds else "does not wait for"
     return (
         f"offloaded: {size(plan.moved_bytes)} per step are copied to the host and back, at most "
@@ -140,11 +139,11 @@ def _offload_line(plan: Plan) -> str:
 
 
 def _hosted_line(plan: Plan) -> str:
-    """A sentence about the frozen parameters that lie on the host, and the bytes of them that a step brings to the
+    """A sentence about the frozen parameters that stay on the host, and the bytes of them that a step copies to the
     device."""
     waits = f"; compute waits {duration(plan.stall_seconds)} for it" if plan.stall_seconds else ""
     return (
-        f"on the host: {size(plan.hosted_bytes)} of frozen parameters, of which a step brings "
+        f"on the host: {size(plan.hosted_bytes)} of frozen parameters, of which a step copies "
         f"{size(plan.brought_bytes)} to the device{'' if plan.moved_bytes else waits}"
     )
 
@@ -161,8 +160,8 @@ def _kept_line(plan: Plan) -> str:
 
 
 def _decisions_line(plan: Plan) -> str:
-    """A sentence about the operators that are never recomputed since they decide something, and what is saved of their
-    results."""
+    """A sentence about the operators that are never recomputed because they decide something, and the bytes of their
+    results that are saved."""
     calls: Counter[str] = Counter()
     for row in plan.decisions:
         calls[row.operator] += row.calls

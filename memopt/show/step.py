@@ -1,4 +1,4 @@
-"""A training step as pages, pictures and exports show it: what runs, what lies in memory meanwhile, and whose it is."""
+"""A training step as pages, pictures and exports show it: what runs, and what is in memory meanwhile, by module."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WHY = {
     "output": "the caller gets it",
     "gradient": "it is the gradient of a parameter or an input, which the optimizer reads",
     "temporary": "it is freed after its last reader, in the same half of the step that makes it",
-    "alias": "it is a view of another value's memory and makes none",
-    "fused": "it runs as a part of the ops that read it, and makes no memory",
-    "input": "it is there before the step begins",
+    "alias": "it is a view of another value's memory and allocates none",
+    "fused": "it runs as a part of the ops that read it, and allocates no memory",
+    "input": "it exists before the step begins",
 }
 """Why a plan treats a value as it does, in a clause for each fate of `Plan.networkx`."""
 
@@ -48,7 +48,7 @@ class StepOp:
     code: str = ""
     """The text of that line."""
     nbytes: int = 0
-    """Bytes of memory that it makes; 0 for a view."""
+    """Bytes of memory that it allocates; 0 for a view."""
     seconds: float = 0.0
     """Seconds of one run, by the time model."""
     recomputed: int = 0
@@ -147,8 +147,8 @@ class StepMemory:
             yield from (kept for kept in self.ranges if kept.first <= moment <= kept.last)
 
     def rows(self, moment: int) -> Mapping[str, int]:
-        """The account's rows that do not change during the phase of a moment (the optimizer's step, or everything
-        before it), with their bytes."""
+        """The account's rows, with their bytes, that are constant in the phase of a moment: during the optimizer's
+        step, or before it."""
         return self.resident if moment < len(self.evaluations) else self.optimizer
 
 
@@ -175,8 +175,8 @@ class Step:
     types: tuple[TypedOp, ...] = ()
 
     def by_module(self, memory: StepMemory, moment: int) -> dict[str, Counter[str]]:
-        """The bytes of each module at a moment, by row of the account; "" is for what belongs to no module. They add up
-        to the bytes held, except for negative rows, which are left out."""
+        """The bytes of each module at a moment, by row of the account; "" is for bytes of no module. They add up to the
+        bytes held, except for negative rows, which are left out."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for row, nbytes in memory.rows(moment).items():
             for module, share in self.shares(row, nbytes):
@@ -197,7 +197,7 @@ class Step:
         return f"{op.name} of {op.module}" if op.module else op.name
 
     def shares(self, row: str, nbytes: int) -> Iterator[tuple[str, int]]:
-        """Each module's share of `nbytes` bytes of a row of the account; "" gets what belongs to no module."""
+        """Each module's share of `nbytes` bytes of a row of the account; "" gets the bytes that belong to no module."""
         known = sum(self.parameters.values())
         if row not in BY_PARAMETERS or not known:
             yield "", nbytes

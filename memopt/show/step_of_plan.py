@@ -1,4 +1,4 @@
-"""The step of a plan, plain and planned: what it holds at every moment, and when everything in it runs."""
+"""The step of a plan, as planned and with nothing recomputed: what it holds at every moment, and when operators run."""
 
 from __future__ import annotations
 

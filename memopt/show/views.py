@@ -71,15 +71,15 @@ def plan_diff(plan: Plan, captured: TracedStep, *, order: bool) -> PlanDiff:
 def diff_of(
     plan: Plan, changes: tuple[Change, ...], modules: tuple[str, ...], of_stage: Callable[[str], StageDiff]
 ) -> PlanDiff:
-    """The changes of a plan, under its title; the other arguments are fields of `PlanDiff`."""
+    """The changes of a plan, with a title that names it; the other arguments are fields of `PlanDiff`."""
     return PlanDiff(f"{plan.model} on {plan.hardware} within {_budget(plan)}", changes, modules, of_stage)
 
 
 def diff_between(
     plan: Plan, own: PlanDiff, other: Plan, others: PlanDiff, of_stage: Callable[[str], StageDiff]
 ) -> PlanDiff:
-    """The changes that only one of two plans makes, by the changes of each, under the title of both; `of_stage` is as
-    in `PlanDiff`."""
+    """The changes that only one of two plans makes, by the changes of each, with a title that names both; `of_stage` is
+    as in `PlanDiff`."""
     title = f"{plan.model} on {plan.hardware}: + only within {_budget(plan)}, - only within {_budget(other)}"
     modules = dict.fromkeys((*own.modules, *others.modules))
     return PlanDiff(title, between(others.changes, own.changes), tuple(modules), of_stage)
@@ -96,7 +96,7 @@ def plans_diff(plan: Plan, captured: TracedStep, other: Plan, others: TracedStep
         if len(before) != len(after):
             raise ValueError(
                 f"the plans are of {len(before)} and {len(after)} regions, which cannot be compared line by line; "
-                "print the diff itself instead"
+                "print plan.diff(other) instead"
             )
         return StageDiff(tuple(diff_graphs(old, new, order=order) for old, new in zip(before, after, strict=True)))
 

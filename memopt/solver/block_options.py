@@ -15,7 +15,7 @@ from memopt.solver.polish import polish
 from memopt.solver.problem import Op, RematProblem, Schedule, Storage
 from memopt.solver.repair import repair
 
-# Cuts on the hull of one block, and caps, between its smallest peak and that of saving everything, for repairs.
+# The most cuts of one block's hull, and the caps for its repairs, below the peak of saving everything.
 _CUTS, _CAPS = 10, 4
 # The most options that are kept for one block.
 _MOST_OPTIONS = 12
@@ -90,8 +90,8 @@ class _Local:
 def _local_problem(
     problem: RematProblem, chain: Chain, movable: list[bool], number: int
 ) -> tuple[_Local, list[int], int]:
-    """Returns block `number` as a problem of its own; for each op of that problem the index of the step's op, -1 for
-    the op that stands for the rest of the step; and the block's base bytes (`Choices.base_bytes`)."""
+    """Block `number` as a problem of its own; for each op of that problem the index of the step's op, -1 for the op
+    that stands for the rest of the step; and the block's base bytes (`Choices.base_bytes`)."""
     block = chain.blocks[number]
     local: dict[int, int] = {}
     ops: list[Op] = []

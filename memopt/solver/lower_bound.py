@@ -101,7 +101,7 @@ class LowerBound:
         self._positions = [Position(problem, index, held) for index in _crowded_ops(problem, positions)]
 
     def added_seconds(self, budget_bytes: int) -> float:
-        """Seconds that every schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
+        """A lower bound on the seconds that schedules within the budget add; infinite below the floor."""
         return max((position.added_seconds(budget_bytes) for position in self._positions), default=0.0)
 
 
@@ -132,7 +132,7 @@ class Position:
         self._brackets: list[tuple[Cut, Cut]] = []
 
     def added_seconds(self, budget_bytes: int) -> float:
-        """Seconds that every schedule within the budget adds after this op; infinite if the op itself does not fit."""
+        """A lower bound on the seconds added after this op; infinite if the op itself does not fit the budget."""
         allowed = budget_bytes - self.base_bytes
         if allowed < 0:
             return float("inf")

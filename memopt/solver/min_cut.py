@@ -250,7 +250,7 @@ def just_in_time(problem: RematProblem, saved: Collection[int]) -> Schedule:
     in the problem."""
     unknown = [storage for storage in saved if not 0 <= storage < len(problem.storages)]
     if unknown:
-        raise ValueError(f"storages {unknown} to save are not in the problem, which has {len(problem.storages)}")
+        raise ValueError(f"storages {unknown} to save are not among the problem's {len(problem.storages)} storages")
     first = problem.forward_ops
     present = set(saved)
     for index, op in enumerate(problem.ops[:first]):

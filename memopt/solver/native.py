@@ -55,13 +55,13 @@ def ready_made() -> ModuleType | None:
         return None
     try:
         return _kernels if _kernels.fingerprint() == fingerprint() else None
-    except FileNotFoundError:  # an installation of compiled files alone, which the extension was made with
+    except FileNotFoundError:  # only compiled files are installed, and the extension was made with them
         return _kernels
 
 
 @functools.cache
 def compiler() -> Any:
-    """`numba.njit`, or None if numba is not installed."""
+    """`numba.njit`; None if numba is not installed."""
     try:
         import numba
     except ImportError:  # numba lags behind new Python releases; the plans are the same, only slower to find
@@ -102,9 +102,9 @@ def _compiled(function: Function, options: dict[str, bool]) -> Function:
 
 @contextmanager
 def _cache_of_this_source() -> Iterator[None]:
-    """A block in which numba caches machine code in a folder for the kernels' source as it is now. Numba itself asks
-    for changes of a kernel's own file only, not of those of the kernels that it calls, and cannot read an index that
-    names a class that is gone."""
+    """Context in which numba caches machine code in a folder of its own for the fingerprint of the kernels' source.
+    Numba's cache notices a change of a kernel's own file, but not of the kernels that it calls, and fails on an index
+    that names a class that no longer exists."""
     config: Any = importlib.import_module("numba").config
     before = config.CACHE_DIR
     config.CACHE_DIR = str(Path(before or Path(__file__).parent / "__pycache__") / f"kernels-{fingerprint():x}")

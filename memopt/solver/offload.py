@@ -78,7 +78,7 @@ class _LargerBudgets:
         return seeds
 
     def _raise_budget(self, search: OffloadSearch, seeds: list[Candidate], budget_bytes: int | None, link: Link) -> int:
-        """Offer plans for larger budgets, with offloads; returns the largest budget that `_bring_below` found worth it.
+        """Offer plans for larger budgets, with offloads; returns the largest budget that passed `_bring_below`.
 
         Budgets are chosen by bisection. `budget_bytes` is None if there is no plan without offloads: they then start at
         the smallest peak.
@@ -153,7 +153,7 @@ def _as_candidate(arrays: Arrays, solution: Solution) -> Candidate:
     return candidate(arrays, solution.method, to_array(solution.schedule))
 
 
-# Evaluations that the placements of a local search may go through: half a second's worth.
+# The most evaluations of all schedules together that one local search tries: about half a second.
 _EXPLORED = 400_000
 # The search ends when the best plan is this close to the lower bound, as a share of the step's seconds.
 _CLOSE_ENOUGH = 1e-4
@@ -176,8 +176,8 @@ class OffloadPortfolio:
     offloads, and no more than any solution found before for a smaller budget. Over a link without bandwidth nothing is
     offloaded.
 
-    `portfolio` finds the schedules without offloads; None makes a new one with a user's `solvers`. Of the schedules
-    that these propose, those with offloads compete here, and the others in the portfolio.
+    `portfolio` finds the schedules without offloads; None makes a new one with a user's `solvers`. Schedules with
+    offloads that these propose compete here, the others in the portfolio.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class OffloadPortfolio:
             except Infeasible as infeasible:
                 refused = infeasible
         search = OffloadSearch(self._arrays, budget_bytes, self._transfer_seconds(link), link.host_bytes)
-        if plain is not None and not self._problem.home_bytes:  # which is on the device only once it is brought
+        if plain is not None and not self._problem.home_bytes:  # `plain` never copies storages at home to the device
             nothing = np.zeros((0, 5), np.int64)
             search.offer(OffloadCandidate(plain.method, to_array(plain.schedule), nothing, plain.added_seconds))
         for name, schedule in self._portfolio.users.at(budget_bytes):
@@ -269,7 +269,7 @@ class OffloadPortfolio:
         """Offer a user's schedule with offloads if it fits the budget and the host in the simulator."""
         try:
             simulation = simulate(self._problem, schedule, link)
-        except ValueError:  # it puts more bytes on the host than the link allows
+        except ValueError:  # more bytes on the host than the link allows
             return
         brought = {offload.storage for offload in schedule.offloads if self._problem.storages[offload.storage].home}
         missing = sum(storage.home for storage in self._problem.storages) > len(brought)

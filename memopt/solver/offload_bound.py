@@ -117,7 +117,7 @@ class _Position(Position):
         self._points: list[Cut] = []
 
     def added_seconds_over(self, budget_bytes: int, link: Link) -> float:
-        """Seconds that every schedule adds that has at most `budget_bytes` live here; infinite if none can."""
+        """A lower bound on the seconds added with at most `budget_bytes` live here; infinite if the op does not fit."""
         free = budget_bytes - self.base_bytes
         least = max(0.0, float(-free))  # at least these bytes must be on the host for the op to fit
         most = math.inf if link.host_bytes is None else float(link.host_bytes)
@@ -193,7 +193,7 @@ class OffloadBound:
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:
         self._floor_bytes = transient_floor(problem)[0]
-        if problem.home_bytes:  # it can be away at any time: without it, less is held and less is moved
+        if problem.home_bytes:  # they may be off the device at any time, so a bound without their bytes holds too
             there = (replace(storage, bytes=0) if storage.home else storage for storage in problem.storages)
             problem = replace(problem, storages=tuple(there))
         self._problem = problem
@@ -205,7 +205,7 @@ class OffloadBound:
         self._known: dict[int, _Position] = {}
 
     def added_seconds(self, budget_bytes: int, link: Link) -> float:
-        """Seconds that every schedule with a peak of at most `budget_bytes` adds; infinite below the floor."""
+        """A lower bound on the seconds that schedules within the budget add; infinite below the floor."""
         if budget_bytes < self._floor_bytes:
             return math.inf
         positions = self._positions(link)

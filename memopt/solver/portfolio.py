@@ -30,13 +30,13 @@ from memopt.solver.simulator import simulate
 _CLOSE_ENOUGH = 1e-4
 # Nested recomputation is not tried when the best plan is this close to the lower bound.
 _NEEDS_NO_NESTING = 1e-3
-# Evaluations that the plans of one local search may have together: half a second's worth. More are allowed for small
-# problems, whose plans take less time to build and cut.
+# The most evaluations that the plans of one local search have together: about half a second. Small problems, whose
+# plans take less time to build, may have more.
 _EXPLORED, _EXPLORED_SMALL, _SMALL_OPS = 55_000, 120_000, 1_500
 # Repairs of the plan that saves everything take longest and do not help large problems: none once repairs have made
 # this many evaluations and a plan fits.
 _SPENT_BEFORE_SAVE_ALL = 100_000
-# Evaluations that the repairs in search of the smallest peak may make: a second or two.
+# The most evaluations that the repairs in search of the smallest peak make: a second or two.
 _SPENT_ON_SMALLEST = 150_000
 
 
@@ -46,9 +46,9 @@ class Portfolio:
     A solution fits its budget, adds no more seconds than any baseline or schedule of `MinimumCut` that fits, and no
     more than any solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
 
-    `solvers` are a user's own. Each `solve` calls them once after the built-in solvers, so they make no solution
-    slower. Their schedules are treated alike: those that do not fit are repaired, and the fastest that fits wins, with
-    the solver's name in `Solution.method`. Schedules with offloads are left to `OffloadPortfolio`. If a solver fails,
+    `solvers` are a user's own. Each `solve` calls them once, after the built-in solvers, so that no solution adds more
+    seconds than without them. Their schedules that do not fit are repaired, and the fastest that fits wins, with the
+    solver's name in `Solution.method`. Schedules with offloads are left to `OffloadPortfolio`. If a solver fails,
     `SolverError` is raised."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
@@ -175,7 +175,7 @@ class Portfolio:
         return [candidate(self._arrays, solver.name, to_array(schedule)) for schedule in schedules]
 
     def _users_plans(self, budget_bytes: int) -> list[Candidate]:
-        """The plans without offloads that the users' solvers propose."""
+        """The plans without offloads that a user's solvers propose."""
         proposals = self.users.at(budget_bytes)
         return [candidate(self._arrays, name, to_array(plan)) for name, plan in proposals if not plan.offloads]
 
@@ -219,7 +219,8 @@ class Portfolio:
 
     @cached_property
     def _smallest(self) -> Candidate:
-        """The plan with the smallest peak: our own, or one that users' solvers propose for the floor as budget."""
+        """The plan with the smallest peak: that of the built-in solvers, or one that a user's solvers propose for the
+        floor as budget."""
         proposed = self._users_plans(floor_bytes(self._problem))
         return min([self._own_smallest, *proposed], key=lambda plan: plan.peak_bytes)
 
@@ -283,9 +284,8 @@ def warm_up() -> None:
     """
     if not is_compiled():
         warnings.warn(
-            "the solvers run as plain Python: their kernels were not compiled when memopt was installed, and numba, "
-            "which compiles them when they are called, is not installed; plans are the same, and take several times as "
-            "long to find; "
+            "the solvers run as plain Python, because their kernels were not compiled when memopt was installed and "
+            "numba is missing; plans are the same, but take several times as long to find; "
             "pip install 'memopt[numba]'",
             stacklevel=2,
         )

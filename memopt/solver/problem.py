@@ -25,9 +25,9 @@ class Storage:
     movable: bool = True
     """False for a storage that must not be offloaded: a generator's state, or memory that a later op writes to."""
     home: bool = False
-    """True for a storage that lies on the host for the whole step, as a frozen parameter may: it takes no copy out, and
-    the copy back of its first offload is the one that brings it to the device. The op that makes it stands for the
-    beginning of the step."""
+    """True for a storage that lies on the host for the whole step, as a frozen parameter may: it is never copied out,
+    and the copy back of its first offload brings it to the device. The op that makes it stands for the beginning of the
+    step."""
 
 
 class BlockCall(NamedTuple):
@@ -232,7 +232,7 @@ class Schedule:
         for offload in sorted(self.offloads, key=lambda offload: offload.out_after):
             if not 0 <= offload.storage < len(problem.storages):
                 raise ValueError(
-                    f"{offload} names a storage that is not in the problem, which has {len(problem.storages)}"
+                    f"{offload} names a storage that is not among the problem's {len(problem.storages)} storages"
                 )
             storage = problem.storages[offload.storage]
             if storage.kept or not storage.movable:
@@ -245,7 +245,7 @@ class Schedule:
                 <= offload.back_before
                 < len(self.evaluations)
             ):
-                raise ValueError(f"{offload} must copy out, free, fetch and be back in this order, within the step")
+                raise ValueError(f"{offload} needs out_after < freed_before <= fetch_from <= back_before, in the step")
             if offload.out_after < made_at[offload.storage]:
                 raise ValueError(
                     f"{offload} copies {storage.name} before evaluation {made_at[offload.storage]} makes it"

@@ -107,7 +107,7 @@ def checked_solvers(solvers: Sequence[Solver]) -> tuple[Solver, ...]:
 
 
 def proposed(solver: Solver, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-    """The first schedules that a user's solver proposes, at most `MOST_CANDIDATES`, checked with `Schedule.check`.
+    """The schedules that a user's solver proposes, checked with `Schedule.check`; only the first `MOST_CANDIDATES`.
 
     Raises `SolverError` with the solver's name if the solver raises or proposes anything but valid schedules."""
     try:
@@ -249,7 +249,7 @@ def _segment_starts(problem: RematProblem) -> list[int]:
 class SaveAll:
     """Has the methods of `Portfolio`, but its only schedule evaluates each op once and saves everything.
 
-    `solvers` are a user's own, which `OffloadPortfolio` calls; without offloads there is nothing for them to choose."""
+    `solvers` are a user's own; only `OffloadPortfolio` calls them, as there is no choice without offloads."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
         self.users = UserSolvers(problem, solvers)

@@ -22,7 +22,7 @@ NEXT_POWERS = ((1.0, 0.5), (1.0, 1.5))
 LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
 # A schedule with more evaluations per op than this is not improved: that would take many seconds.
 _LONGEST = 12
-# Share of the local search's rounds that change the best plan in one place.
+# Share of the local search's rounds that change the best plan in one place (`ruin`).
 _RUINED = 0.5
 _RULES = (*SAVE_ALL_POWERS, *NEAREST_POWERS)
 
@@ -76,7 +76,7 @@ class Search:
 
     def polish(self, plan: Candidate, method: str | None = None) -> None:
         """Remove recomputations from a plan that fits, by `polish` with each of `LENGTH_EXPONENTS`, and offer the
-        results. Does nothing for evaluations that were polished before: repairs of one plan often make the same."""
+        results. Does nothing for evaluations that were polished before, as repairs of one plan often repeat them."""
         evaluations = plan.evaluations.tobytes()
         if self.done or self._is_long(plan) or evaluations in self._polished:
             return
@@ -86,8 +86,8 @@ class Search:
             self.offer(candidate(self._arrays, method or f"{root_of(plan.method)}, polished", polished))
 
     def improve(self, plan: Candidate, powers: Sequence[tuple[float, float]]) -> None:
-        """Offer the plan, polish it if it fits, and in any case repair it by the eviction rules of `powers` (see
-        `repair`), as better plans may be near it."""
+        """Offer the plan, and polish it if it fits. In any case repair it by the eviction rules of `powers` (see
+        `repaired`), since better plans may be near it."""
         if self.offer(plan) or plan.peak_bytes <= self.cap_bytes:
             self.polish(plan)
         self.repair(plan, powers)
@@ -167,7 +167,7 @@ def root_of(method: str) -> str:
     return method.split(",")[0]
 
 
-# Evaluations that repairs make in one round of local search, a fraction of a second, after which progress is reported.
+# Evaluations that repairs make between two reports of progress: a fraction of a second.
 _ROUND = 10_000
 # The search ends when the best schedule is this close to the lower bound, as a share of the step's seconds.
 _CLOSE = 1e-6
@@ -182,7 +182,7 @@ class Progress:
     added_seconds: float
     """Seconds that the best schedule so far adds to the step."""
     lower_bound_seconds: float
-    """Seconds that every schedule within the budget adds."""
+    """A lower bound on the seconds that any schedule within the budget adds."""
 
 
 def search_on(

@@ -20,7 +20,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class TimeLine:
-    """When everything in a schedule runs, in seconds from its start."""
+    """When each evaluation and each transfer of a schedule runs, in seconds from its start."""
 
     starts: tuple[float, ...]
     """The start of each evaluation, after what it waits for."""
@@ -37,8 +37,8 @@ def time_line(problem: RematProblem, schedule: Schedule, link: Link) -> TimeLine
 
     Before each evaluation compute waits for the copies out whose bytes are free from there on, then issues fetches,
     then waits for the fetches that are due. After the evaluation, copies out are issued. Each queue moves one storage
-    at a time in the order of issue; transfers issued at the same position go by their deadlines. What lies on the host
-    for the whole step is copied back only.
+    at a time in the order of issue; transfers issued at the same position go by their deadlines. Storages that
+    lie on the host for the whole step (`Storage.home`) are only copied back.
     """
     offloads = schedule.offloads
     seconds = [link.transfer_seconds(problem.storages[offload.storage].bytes) for offload in offloads]

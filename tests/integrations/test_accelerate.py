@@ -65,7 +65,7 @@ def test_resumes(tmp_path: Path) -> None:
 
 def test_what_is_prepared_must_be_one_model_with_its_optimizer() -> None:
     accelerator, model = Accelerator(cpu=True), gpt2()
-    with pytest.raises(ValueError, match="2 trained models"):
+    with pytest.raises(ValueError, match="exactly one trained model, not 2"):
         prepare(accelerator, model, gpt2(), budget_gb=1)
     with pytest.raises(ValueError, match="the training has 0 optimizers"):
         prepare(accelerator, model, budget_gb=1)

@@ -164,7 +164,7 @@ def test_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path = str(written(died(), tmp_path))
     assert main(["explain", path]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "it ran out of memory for 64 MB, with 3 MB free" in printed
+    assert "an allocation of 64 MB failed, with 3 MB free" in printed
     assert "MLP.forward, me/model.py:52" in printed
     assert "activations: memopt recomputes" in printed
     assert "expandable_segments:True" in printed
@@ -184,9 +184,9 @@ class Evil:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (Evil(), "the file names builtins.print, not plain containers, strings and numbers only"),
-        ({"segments": [torch.float32], "device_traces": []}, "the file names torch"),
-        ({"segments": [], "device_traces": [[{"action": Evil}]]}, "the file names tests.show.test_memory_history.Evil"),
+        (Evil(), "the file refers to builtins.print, not only plain containers, strings and numbers"),
+        ({"segments": [torch.float32], "device_traces": []}, "the file refers to torch"),
+        ({"segments": [], "device_traces": [[{"action": Evil}]]}, "refers to tests.show.test_memory_history.Evil"),
         ({"segments": [], "device_traces": [[], []]}, "the file has no blocks and no events"),
         ({"device_traces": []}, "KeyError: 'segments'"),
         ([1, 2], "TypeError"),

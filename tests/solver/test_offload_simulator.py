@@ -100,11 +100,11 @@ def test_agrees_with_a_naive_count(number: int) -> None:
 @pytest.mark.parametrize(
     ("offloads", "said"),
     [
-        ((Offload(0, 1, 1, 5, 6),), "in this order"),
-        ((Offload(0, 1, 4, 3, 6),), "in this order"),
-        ((Offload(0, 1, 3, 5, 7),), "in this order"),
+        ((Offload(0, 1, 1, 5, 6),), "needs out_after"),
+        ((Offload(0, 1, 4, 3, 6),), "needs out_after"),
+        ((Offload(0, 1, 3, 5, 7),), "needs out_after"),
         ((Offload(1, 0, 3, 4, 5),), "copies b before evaluation 1 makes it"),
-        ((Offload(9, 0, 3, 4, 5),), "not in the problem"),
+        ((Offload(9, 0, 3, 4, 5),), "not among the problem"),
         ((Offload(1, 2, 3, 4, 5), Offload(1, 4, 5, 5, 6)), "before b is back"),
     ],
 )

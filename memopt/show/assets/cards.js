@@ -13,7 +13,7 @@ function drawCards() {
     ),
   );
   byId("cards-lead").textContent =
-    "The same step within all the memory of each card, by the time model; about how many times this batch would fit, with as much recomputed as need be.";
+    "The same step within all the memory of each card, by the time model. The largest batch is about that many times this one, with as much recomputed as it needs.";
   byId("cards-table").replaceChildren(
     el(
       "table",

@@ -1,4 +1,4 @@
-// The figures of the page, with texts in the place of their numbers where these are looked at.
+// The figures of the page. Each text is stored once, in `texts`; the figures have its number there.
 const data = JSON.parse(byId("data").textContent);
 const plan = data.plan;
 const texts = data.texts;

@@ -1,4 +1,4 @@
-// What the plan changes: rows as in plan.diff(), each with every change that it stands for below it.
+// What the plan changes: rows as in plan.diff(), each with the changes that it combines below it.
 const OP_OF_NAME = new Map(step ? ops.name.map((name, number) => [name, number]) : []);
 const KIND_LABELS = {
   dtype: "in another dtype",

@@ -95,8 +95,8 @@ function drawFrontier() {
   byId("frontier-lead").textContent =
     `Orange dots are recipes of checkpointing by hand on the same step. ` +
     (points.length
-      ? `The line is the least time found for each budget, from the smallest that works, ${size(smallest)}; in the grey no schedule can be.`
-      : "The whole curve comes with memopt report --frontier 20.");
+      ? `The line is the least time found for each budget, from the smallest that works, ${size(smallest)}; no schedule is in the grey area.`
+      : "memopt report --frontier 20 adds the whole curve.");
 }
 
 function named(dots, colour) {
@@ -111,8 +111,8 @@ function dot(label, x, y, colour, radius) {
   return circle;
 }
 
-/** The names of the recipes on the right or the left of their dots, where nothing else stands; a dot tells its own when
- * pointed at. */
+/** The names of the recipes on the right or the left of their dots, where there is room; pointing at a dot shows its
+ * name too. */
 function nameRecipes(picture, dots) {
   const taken = dots.map(([, x, y]) => [x - 5, y - 5, x + 5, y + 5]);
   for (const [name, x, y] of dots) {
@@ -155,7 +155,7 @@ function drawOwn(picture, own, x, y, width) {
     const label = number ? name : `this plan: +${share(time)}, at least +${share(plan.bound)}`;
     const long = 7.2 * label.length;
     const meets = !number && x(at) + long + 20 > x(own[1][1]); // the name of the other dot
-    // Right of its dot the curve lies below a name.
+    // A name stands right of its dot, above the curve, or ends at the right edge.
     const out = x(at) + 10 + long > width;
     const place = {
       x: out ? width : x(at) + 10,

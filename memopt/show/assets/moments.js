@@ -65,7 +65,7 @@ function rowsAt(held, moment) {
   return moment < held.count ? held.resident : held.optimizer;
 }
 
-/** Bytes by module and row at a moment: rows that belong to parameters are shared out to their modules. */
+/** Bytes by module and row at a moment: rows of parameters are divided among their modules. */
 function byModule(held, moment) {
   const found = new Map();
   const add = (module, kind, bytes) => {

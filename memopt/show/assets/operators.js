@@ -1,4 +1,4 @@
-// The table of all operators: what matches the search, the largest first or as sorted.
+// The table of the operators that match the search, the largest first or as sorted.
 const SHOWN = 60;
 const COLUMNS = [
   ["op", (op) => ops.name[op], false],
@@ -35,7 +35,7 @@ function drawOperators() {
   found.sort((a, b) => sign * (isNumber ? value(a) - value(b) : value(a).localeCompare(value(b))));
   byId("operators-lead").textContent = state.query
     ? `${many(found.length, "operator")} of ${ops.name.length.toLocaleString("en")} match “${state.query}”.`
-    : `${many(ops.name.length, "operator")} in the captured step. Choose one for its whole story.`;
+    : `${many(ops.name.length, "operator")} in the captured step. Choose one to see all that is known of it.`;
   const sort = (at) => {
     upwards = at === sortedBy ? !upwards : !COLUMNS[at][2];
     sortedBy = at;

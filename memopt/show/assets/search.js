@@ -1,4 +1,4 @@
-// One box for everything: it lists what it finds, and keeps changes and operators to what matches.
+// The search box: it lists what matches, and filters the tables of changes and operators.
 const LISTED = 8;
 
 function hits(query) {

@@ -1,4 +1,4 @@
-// What the reader has chosen. Parts of the page say what they draw from, and are drawn again when it changes.
+// What the reader has chosen. A part of the page is drawn again when a choice that it named in `drawn` changes.
 const state = {
   which: "planned", // or "plain"
   scale: "time", // or "order"
@@ -8,7 +8,7 @@ const state = {
   op: null, // number of the operator whose story is told
   query: "",
   kinds: new Set(), // kinds of changes that are shown; all if empty
-  module: "", // where the treemap looks
+  module: "", // the module that the treemap shows
 };
 const drawings = [];
 

@@ -1,4 +1,4 @@
-// All that is known of one operator, beside the page; its live ranges stand in the timeline meanwhile.
+// All that is known of one operator, beside the page; its live ranges are marked in the timeline meanwhile.
 function drawStory() {
   const place = byId("story");
   place.hidden = state.op === null;
@@ -17,7 +17,7 @@ function drawStory() {
     ["fate", [el("b", {}, fate), data.why[fate] ? `: ${data.why[fate]}` : ""]],
     [
       "runs",
-      ops.again[op] ? `${ops.again[op] + 1} times, ${many(ops.again[op], "time")} of them again` : "once",
+      ops.again[op] ? `${ops.again[op] + 1} times; recomputed ${many(ops.again[op], "time")}` : "once",
     ],
     ...stays(op),
     ...changesOf(op),

@@ -1,4 +1,4 @@
-// Light or dark: as the system says, until the reader chooses. Kept for this page where the browser allows it.
+// Light or dark: as the system says, until the reader chooses. Stored where the browser allows it.
 const THEMES = ["auto", "light", "dark"];
 
 function setTheme(theme) {

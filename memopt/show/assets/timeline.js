@@ -1,7 +1,7 @@
 // Memory over the step: the rows of the account on top of each other, the other schedule as an outline.
 const MARGIN = { left: 70, right: 20, top: 18, ribbon: 22, bottom: 26 };
 const HEIGHT = 380;
-let shown = null; // what was drawn last: axes, and the moment that each pixel column stands for
+let shown = null; // what was drawn last: axes, and the moment that each pixel column shows
 
 /** Where each moment begins on the axis; the last entry is the end of the optimizer's step, which is not to scale. */
 function edgesOf(held) {

@@ -52,7 +52,7 @@ function drawTreemap() {
   place.replaceChildren(picture);
   const when = state.pinned === null ? "the peak" : nameOf(moment);
   byId("modules-at").textContent =
-    `${size(held.total[moment])} at ${when}, ${state.which === "planned" ? "as planned" : "with nothing recomputed"}: what each module holds, and parameters with their optimizer state where they are.`;
+    `${size(held.total[moment])} at ${when}, ${state.which === "planned" ? "as planned" : "with nothing recomputed"}: what each module holds; optimizer state is with its parameters.`;
   drawCrumbs(node);
 }
 

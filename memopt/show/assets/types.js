@@ -1,4 +1,4 @@
-// The precision map: one square for each operator of the forward, blocks that are alike said once.
+// The precision map: one square for each operator of the forward, equal blocks are shown once.
 const DTYPES = { f64: "#8a4fa3", f32: "#4178b0", bf16: "#4f9f85", f16: "#c98b2b", f8: "#c4577f" };
 
 function dtypeColour(dtype) {
