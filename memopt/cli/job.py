@@ -195,13 +195,14 @@ def _allowed(written: str) -> frozenset[str]:
     to take one away. Raises `UsageError` for an unknown one."""
     from memopt.levers.all import DEFAULT_LEVERS, allowable
 
-    default, allowed = {str(name) for name in DEFAULT_LEVERS}, set[str]()
+    default = {str(name) for name in DEFAULT_LEVERS}
+    added, removed = set[str](), set[str]()
     for name in filter(None, map(str.strip, written.split(","))):
-        if name.lstrip("-") not in {*allowable(), "default"}:
+        lever = name.removeprefix("-")
+        if lever not in {*allowable(), "default"}:
             raise UsageError(f"--allow has no lever {name!r}; known are default, {', '.join(allowable())}")
-        allowed |= default if name == "default" else set() if name.startswith("-") else {name}
-        allowed -= {name[1:]} if name.startswith("-") else set()
-    return frozenset(allowed)
+        (removed if name.startswith("-") else added).update(default if lever == "default" else {lever})
+    return frozenset(added - removed)
 
 
 def takes_job(command: Callable[..., int | None]) -> Callable[..., int | None]:

@@ -40,10 +40,13 @@ def max_batch(job: Job, multiple_of: int, at_most: int | None, max_added_time: f
     import memopt
 
     prepared = job.prepare()
-    batch = next(iter(prepared.shapes.values())).sizes[0]
+    first = next(iter(prepared.shapes.values()))
+    if not first.sizes:
+        raise UsageError("the first input has no batch: it is a single number; give the inputs in another order")
+    batch = first.sizes[0]
 
     def sized(shape: Shape, size: int) -> Shape:
-        return shape.with_sizes((size, *shape.sizes[1:])) if shape.sizes[0] == batch else shape
+        return shape.with_sizes((size, *shape.sizes[1:])) if shape.sizes[:1] == (batch,) else shape
 
     limits = {"multiple_of": multiple_of, "at_most": at_most, "max_added_time": max_added_time}
     _show_largest(job, prepared, "batch", sized, memopt.max_batch, limits, "the search ends at --at-most; more may fit")
@@ -72,7 +75,7 @@ def max_length(job: Job, multiple_of: int, at_most: int | None, max_added_time: 
 
     def sized(shape: Shape, size: int) -> Shape:
         """The shape with the length replaced by `size`, in each dimension but the first: a mask may have it twice."""
-        return shape.with_sizes((shape.sizes[0], *(size if one == length else one for one in shape.sizes[1:])))
+        return shape.with_sizes((*shape.sizes[:1], *(size if one == length else one for one in shape.sizes[1:])))
 
     positions = most_positions(prepared.model)
     limits = {"multiple_of": multiple_of, "at_most": at_most or positions, "max_added_time": max_added_time}

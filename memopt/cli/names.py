@@ -218,7 +218,7 @@ def _as_usage_error(sentence: str) -> Iterator[None]:
             line = line.tb_next
         file = Path(line.tb_frame.f_code.co_filename) if line else Path(__file__)
         place = f" (line {line.tb_lineno} of {file.name})" if line and file != Path(__file__) else ""
-        raise UsageError(sentence % one_line(error) + place) from error
+        raise UsageError(sentence.replace("%s", one_line(error)) + place) from error
 
 
 @contextlib.contextmanager

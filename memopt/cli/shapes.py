@@ -206,8 +206,10 @@ def most_positions(model: nn.Module) -> int | None:
 
 def _labels(model: nn.Module, name: str, shapes: Mapping[str, Shape]) -> Shape | None:
     """The shape of the labels `name` for a batch of these shapes; None where it is not known."""
-    batch = next(iter(shapes.values())).sizes[0]
-    kind = type(model).__name__
+    kind, first = type(model).__name__, next(iter(shapes.values())).sizes
+    if not first:
+        return None
+    batch = first[0]
     if name != "labels" or _ONE_LABEL.search(kind):
         return Shape((batch,), torch.int64)
     if "input_ids" in shapes:

@@ -91,7 +91,8 @@ def plans_diff(plan: Plan, captured: TracedStep, other: Plan, others: TracedStep
     def of_stage(stage: str) -> StageDiff:
         graphs = [stage_graphs(captured, schedules) for captured, schedules in pairs]
         if not all(stage in known for known in graphs):
-            raise ValueError(f"no stage {stage!r} in both plans; give one of {', '.join(map(repr, graphs[0]))}")
+            both = [repr(name) for name in graphs[0] if all(name in known for known in graphs)]
+            raise ValueError(f"no stage {stage!r} in both plans; give one of {', '.join(both)}")
         before, after = (known[stage] for known in graphs)
         if len(before) != len(after):
             raise ValueError(

@@ -116,7 +116,7 @@ class Portfolio:
 
     def known_within(self, budget_bytes: int) -> Iterator[Solution]:
         """The schedules within a budget that have been found so far, for any budget, the fastest first."""
-        known = {*self._baselines, *self._hull_plans, *self._found, *self._found_with_users}
+        known = dict.fromkeys([*self._baselines, *self._hull_plans, *self._found, *self._found_with_users])
         bound = self._bound.added_seconds(budget_bytes)
         for plan in sorted(known, key=lambda plan: (plan.added_seconds, plan.peak_bytes)):
             if plan.peak_bytes <= budget_bytes:
