@@ -412,9 +412,9 @@ def written_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 @contextmanager
-def parameters_restored(model: nn.Module) -> Iterator[None]:
-    """A block after which parameters that the forward has written to have their old values again; `written_parameters`
-    returns them from then on.
+def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[None]:
+    """A block after which parameters that the forward has written to have their old values again, unless `restore` is
+    False; `written_parameters` returns them from then on.
 
     Copies are kept in host memory during the block: of all parameters, or, if that takes more than half of what is
     free, of those that are not trained; of none if even these are too large.
@@ -432,7 +432,8 @@ def parameters_restored(model: nn.Module) -> Iterator[None]:
         for name, (parameter, before) in kept.items():
             value = before().to(parameter.device)
             if not same_bits(parameter, value):
-                parameter.detach().copy_(value)
+                if restore:
+                    parameter.detach().copy_(value)
                 _written.setdefault(model, set()).add(name)
 
 
@@ -475,6 +476,12 @@ def generator_states(device: torch.device) -> tuple[Any, ...]:
     """
     own = device_of(device).generator_state(device)
     return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), own
+
+
+def draws_so_far() -> Any:
+    """A value that changes when random numbers are drawn from Python's generator or numpy's."""
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, keys.tobytes(), rest
 
 
 def generators_before(before: CallState | None, device: torch.device) -> tuple[Any, ...]:

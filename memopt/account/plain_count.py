@@ -36,7 +36,7 @@ from memopt.device import Hardware
 from memopt.device.devices import device_here, device_of
 from memopt.device.op_call import OpCall
 from memopt.device.workspace import call_workspace_bytes
-from memopt.training_state import undone, undone_but_parameters
+from memopt.training_state import draws_so_far, undone, undone_but_parameters
 
 READS_MARGIN = 4
 """A step is counted without computing it where the code reads values, such as whether a mask is of any use, only if
@@ -79,6 +79,10 @@ class PlainStep:
     """Held when the last backward begins, where gradients have a graph of their own (`Retention.derived`); else 0."""
     before_last_bytes: int = 0
     """The most held before the last backward begins."""
+    nodes: int = 0
+    """The number of autograd nodes that its forward makes."""
+    draws: bool = False
+    """Whether its forward draws random numbers of Python's or numpy's, which may choose the operators that run."""
 
 
 def count_plain_step(
@@ -278,10 +282,11 @@ def _counted(
     there if they have no hooks; with `made_too`, if the forward makes them.
     """
     tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
-    first = next_node_number()
+    first, drawn = next_node_number(), draws_so_far()
     with count, unseen_by_hooks():
         count.exclude(tensors)
         outputs = run()
+        nodes, draws = next_node_number() - first, draws_so_far() != drawn
         differentiable = [
             leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
@@ -313,7 +318,7 @@ def _counted(
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
     found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), graph=graph)
     before: Any = {"forward_bytes": in_forward, "derived_bytes": derived, "before_last_bytes": before_last}
-    return replace(found, **before, tangent_bytes=tangents, calls=count.calls)
+    return replace(found, **before, tangent_bytes=tangents, calls=count.calls, nodes=nodes, draws=draws)
 
 
 def _derived(

@@ -22,6 +22,7 @@ from passes.compat import private
 PRIVATE_NAMES = (
     *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
     *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
+    *private("torch.autograd", "_get_sequence_nr"),
     *private("torch.autograd.graph", "Node._sequence_nr"),
     *private("torch.autograd.graph", "_engine_run_backward", call="outputs"),
     *private("torch.autograd", "_engine_run_backward", call="outputs"),
@@ -220,11 +221,8 @@ def not_on_the_way_to(ends: Iterable[torch.Tensor], tensors: Iterable[torch.Tens
     return [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.grad_fn not in passed]
 
 
-def next_node_number() -> int:
-    """A number greater than those of the autograd nodes that this thread has made, and smaller than those of nodes that
-    it will make. To be called with gradients enabled."""
-    node: Any = torch.ones((), requires_grad=True).clone().grad_fn
-    return int(node._sequence_nr())
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
+"""The number of the autograd node that this thread makes next; they are numbered in order."""
 
 
 def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:

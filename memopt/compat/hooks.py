@@ -20,6 +20,7 @@ PRIVATE_NAMES = (
 )
 
 _Leaf = TypeVar("_Leaf", bound=torch.Tensor)
+_Table = TypeVar("_Table", bound=OrderedDict[int, Any])
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
@@ -91,7 +92,13 @@ _FIRST = -1
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
     """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it: autograd calls
     `first`, and whoever has the table the functions of hooks added later. It does not keep the tensor alive."""
-    table = DeferredHooks(first)
+    return give_table(tensor, DeferredHooks(first))
+
+
+def give_table(tensor: torch.Tensor, table: _Table) -> _Table:
+    """Put a table, in which `Tensor.register_hook` then puts its hooks, in a tensor that is no leaf and has no hooks
+    yet, and return it. A hook that refers to another result of the node that made the tensor is never freed, unless it
+    is removed from the table."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor._backward_hooks = table
         node: Any = tensor.grad_fn

@@ -24,7 +24,7 @@ from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, special_tensors, tensors_in
-from memopt.compat.autograd import FREED, Retention, keeps_graph
+from memopt.compat.autograd import FREED, Retention, keeps_graph, next_node_number
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.saved_tensors import checkpoint_around
@@ -40,6 +40,7 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import WORTHWHILE, Ledger, Moment
+from memopt.run.longer_paths import LongerPath, ends_beyond
 from memopt.run.overlaps import Alone
 from memopt.run.pending import CREATED, RETAINED, WAITS, WORTH_NAMING, PlainForward
 from memopt.run.road import Road
@@ -57,6 +58,8 @@ VALUES_MARGIN = 1.5
 """As `MARGIN`, where the code branches on values, which may be others in the next batch."""
 CHECKPOINTS_MARGIN = 1.25
 """As `VALUES_MARGIN`, where modules run as activation checkpoints: most of what they hold are their inputs."""
+STEEPER = 2
+"""Operators beyond those that were counted are taken to hold this many times as much as the counted ones on average."""
 GROWTHS = (2.0, 1.25)
 """Sizes above all that were counted are counted times one of these, so that lengths which grow are not counted one by
 one: the first with which the step is likely to fit."""
@@ -96,7 +99,11 @@ class CountedStep:
 
     @property
     def reason(self) -> str:
-        """Why the call runs plain: the end of a sentence that begins with "since"."""
+        """Why the call runs plain, as a clause that begins with "since"."""
+        if self.room_bytes < 0:
+            return (
+                f"since no plan has its derivatives, though its step needs {size(-self.room_bytes)} beyond the budget"
+            )
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
     def fits(self, moment: Moment, further: int = 0) -> bool:
@@ -192,11 +199,15 @@ class PlainCalls:
         """The latest calls that were counted, by the kind of their inputs, without their values."""
         self._graphs: dict[Hashable, Retention] = {}
         """What backwards leave of the graphs of calls, by `_graph_key`, beyond those of all calls."""
+        self._warned_bytes = 0
+        """The most bytes that a step needs which went on beyond the budget with a warning."""
         self._beside_budget = FREED
         """What backwards leave of their graphs in steps that go on beside the budget."""
         self._shown: tuple[Call, Plan] | None = None
         self._checkpoints: WeakSet[Any] = WeakSet()
         """The checkpoints of the caller's in which calls ran."""
+        self._varies = False
+        """Whether a forward ran more operators than were counted, and nothing had told that it might."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward and its loss function, with activation checkpoints if any were chosen."""
@@ -257,7 +268,20 @@ class PlainCalls:
         return counted if counted is not None and self._may_run(counted, moment) else None
 
     def _may_run(self, fitting: CountedStep, moment: Moment) -> bool:
-        return fitting.fits(moment) or self._goes_on(fitting)
+        if fitting.fits(moment):
+            return True
+        if goes_on := self._goes_on(fitting):
+            budget = self.planner.terms.options.budget_bytes
+            needed = budget - fitting.room_bytes + moment.known_elsewhere(fitting.account)
+            self._warn_beyond(BudgetError(budget, needed, CREATED, least=False))
+        return goes_on
+
+    def _warn_beyond(self, refused: BudgetError) -> None:
+        """Warn of a step that goes on beyond the budget, instead of raising `refused`; again where one needs more than
+        those before."""
+        if refused.smallest_bytes >= self._warned_bytes + refused.budget_bytes // WORTHWHILE:
+            self._warned_bytes = refused.smallest_bytes
+            warnings.warn(f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2)
 
     def _goes_on(self, fitting: CountedStep) -> bool:
         """Whether a call runs plain even where that does not fit: no plan has its derivatives, and an error would end a
@@ -346,8 +370,10 @@ class PlainCalls:
         self._kinds.clear()
 
     def run(self, now: CallInProgress, fitting: CountedStep) -> Any:
-        """Run the plain model, and register that its forward waits for its backward."""
-        call = now.call
+        """Run the plain model, and register that its forward waits for its backward. Raises `LongerPath` where the
+        forward may end (`CallInProgress.may_end`), and runs so many operators that its step may not fit; such calls are
+        then counted again."""
+        call, step = now.call, fitting.step
         if around := checkpoint_around():
             self._checkpoints.add(around[0])
         self._ran_bytes = fitting.step.peak_bytes
@@ -355,12 +381,21 @@ class PlainCalls:
         check_graph = partial(self._check_graph, fitting, now.situation, moment, _graph_key(call))
         # Later steps leave room for as many forwards as were seen before a backward.
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
-        result = self.plain(*call[0], **call[1])
+        first, most = next_node_number(), self._most_nodes(fitting, now.moment)
+        varies = self._varies or step.depends_on_values or step.draws or self._settings.have_schedule
+        try:
+            with ends_beyond(self.model, call, most) if now.may_end and varies and not around else nullcontext():
+                result = self.plain(*call[0], **call[1])
+        except LongerPath:
+            self._forget(now)
+            raise
+        if (made := next_node_number() - first) > most:
+            self._went_further(now, step, made)
         if again is not None:
             again.returned(result)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
-            step, given, returned = fitting.step, tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))
+            given, returned = tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))
             counted = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
             forward = PlainForward(self.entry, *counted, given, returned, check_graph, again)
             self.entry.add_plain(forward)
@@ -378,6 +413,34 @@ class PlainCalls:
                 node.metadata[WAITS] = waiting  # it lives as long as a backward may begin at any output
                 node.register_prehook(begins)
         return result
+
+    def _most_nodes(self, fitting: CountedStep, moment: Moment) -> float:
+        """The number of autograd nodes up to which a forward's step fits, if those beyond the counted ones hold up to
+        `STEEPER` times as much each."""
+        step = fitting.step
+        beside = moment.known_elsewhere(fitting.account) + moment.reserved_bytes(step.held_bytes)
+        room = fitting.room_bytes - beside + self._margin(depends_on_values=step.depends_on_values) * step.peak_bytes
+        return step.nodes * (1 + max(0.0, room / max(1, step.peak_bytes) - 1) / STEEPER)
+
+    def _forget(self, now: CallInProgress) -> None:
+        """Drop the counts that cover the sizes of a call."""
+        inputs, tensors = _kind_of_inputs(now.call)
+        kind = None if inputs is None else self._kind(now.call, inputs, now.situation, now.parts)
+        if kind is not None:
+            sizes = _sizes(tensors)
+            kind.fitting = [(most, fitting) for most, fitting in kind.fitting if not covers(most, sizes)]
+
+    def _went_further(self, now: CallInProgress, step: PlainStep, made: int) -> None:
+        """Count such calls again after a forward that has run too many operators, and warn of it once."""
+        self._forget(now)
+        if not self._varies:
+            self._varies = True
+            budget, name = size(self.planner.terms.options.budget_bytes), type(self.model).__name__
+            warnings.warn(
+                f"a forward of {name} ran {made} differentiable operators, and one with {step.nodes} was counted: its "
+                f"step may exceed the budget of {budget}; later ones are counted before they run",
+                stacklevel=2,
+            )
 
     def runs_again(self) -> bool:
         """Whether this call is the second run of a checkpoint of the caller's, in a backward, whose first run was
@@ -435,9 +498,7 @@ class PlainCalls:
                 if not self.entry.stepped:
                     raise refused
                 self._graphs[key], self._beside_budget = before, graph
-                warnings.warn(
-                    f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2
-                )
+                self._warn_beyond(refused)
         if graph.derived:  # a backward through several forwards ends those that began later before it comes to its peak
             forward.held_bytes = forward.peak_bytes = counted.derived_bytes
             forward.room_bytes = budget - needs(counted.derived_bytes)

@@ -50,6 +50,7 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import Choice
 from memopt.run.hosted import bring_back, on_device, place, plainly
 from memopt.run.ledger import Moment
+from memopt.run.longer_paths import LongerPath
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import CountedStep
 from memopt.run.ranks import DataParallel
@@ -195,6 +196,11 @@ class Session:
             if names := modes_of_the_user():
                 bring_back(self.model)
                 return self._within_modes(calls, now, names)
+            if self._alone:
+                try:
+                    return self._as_it_fits(calls, replace(now, may_end=True))
+                except LongerPath:  # it is undone, and counted now on the path that it takes
+                    pass
             return self._as_it_fits(calls, now)
 
     def _begun(self, calls: TrainingCalls, call: Call) -> CallInProgress:

@@ -108,6 +108,29 @@ def test_no_step_exceeds_its_budget(loss_of: Callable[[nn.Module], Tensor], shar
     assert max(peaks) <= budget <= 1.06 * max(plain_peaks)
 
 
+def test_a_step_of_larger_sizes_is_warned_of_where_it_goes_on_beyond_the_budget() -> None:
+    model = nn.Sequential(nn.Linear(2, 256), nn.Tanh(), nn.Linear(256, 1))
+
+    def step(rows: int) -> int:
+        with memopt.measure_peak("cpu") as peak:
+            x = torch.rand(rows, 2, requires_grad=True)
+            grad(model(x).sum(), x, create_graph=True)[0].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return peak.bytes
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    budget = 1.1 * step(ROWS)
+    memopt.optimize(model, budget / GIB, optimizer=optimizer, **EXACT)
+    step(ROWS)
+    with pytest.warns(UserWarning, match=r"create_graph=True; training goes on") as warned:
+        assert max(step(2 * ROWS) for _ in range(2)) > budget
+    assert len(warned) == 1
+    assert "beyond the budget" in str(memopt.status(model))
+    with pytest.warns(UserWarning, match=r"create_graph=True; training goes on"):
+        step(3 * ROWS)
+
+
 @pytest.mark.parametrize("loss_of", [equation, penalty, regularised_beside_its_loss, scores])
 def test_a_named_budget_works(loss_of: Callable[[nn.Module], Tensor]) -> None:
     _, plain_peaks = trained(loss_of)
