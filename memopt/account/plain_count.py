@@ -19,6 +19,7 @@ from memopt.compat.autograd import (
     FREED,
     Retention,
     depends_on_earlier,
+    forget_stopped_backward,
     gradients_kept,
     leaves_of,
     next_node_number,
@@ -26,7 +27,7 @@ from memopt.compat.autograd import (
 )
 from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
 from memopt.compat.hooks import has_hooks
-from memopt.compat.host import HOST, is_on_host, reads_raise, reads_seen, same_memory
+from memopt.compat.host import is_on_host, reads_raise, reads_seen, same_memory
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.operators import tree_leaves
 from memopt.compat.saved_tensors import unseen_by_hooks
@@ -227,7 +228,7 @@ def count_on_values(
             return None
         finally:
             torch.clear_autocast_cache()
-            _forget_stopped_backward()
+            forget_stopped_backward()
         call_workspace_bytes(unknown, card.device_type)  # outside of the handler, whose frames hold the step's tensors
     return None
 
@@ -305,9 +306,9 @@ def _counted(
             if graph.kept:
                 torch.autograd.backward(losses, given, retain_graph=True)
             if graph.derived:
-                parameters = set() if graph.by_parameters else set(map(id, own.values()))
+                others_own = {id(part) for one, part in own.items() if id(one) not in graph.parameters}
                 known_leaves = [leaf for leaf in leaves_of(losses) if id(leaf) in known]
-                by = [leaf for leaf in known_leaves if id(leaf) not in parameters] or known_leaves
+                by = [leaf for leaf in known_leaves if id(leaf) not in others_own] or known_leaves
                 gradients = _derived(losses, given, by, graph.derived)
                 squares = [one.square().sum() for one in gradients]
             derived, before_last = count.live_bytes if squares else 0, count.peak_bytes
@@ -359,10 +360,3 @@ def _is_of_a_library(hook: Callable[..., Any]) -> bool:
 def _bytes_of(outputs: Any) -> int:
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _forget_stopped_backward() -> None:
-    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
-    run, with all that is behind them, until the next backward pass begins in this thread."""
-    with torch.enable_grad():
-        torch.autograd.backward(torch.zeros((), device=HOST, requires_grad=True).neg())

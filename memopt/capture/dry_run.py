@@ -7,7 +7,6 @@ import inspect
 import math
 import re
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from memopt.capture.inner_outputs import InnerOutputs
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.autograd import has_node
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
-from memopt.compat.hooks import give_table
+from memopt.compat.hooks import hooks_to_come
 from memopt.compat.modules import without_backward_hooks
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.tensors import storage_key
@@ -65,7 +64,7 @@ class DryRun:
         self._values: list[_ValuesOfRun] = []
         """The inputs and outputs of each run, in the order of the runs."""
         self._inner: list[InnerOutputs] = []
-        self._hooks: list[OrderedDict[int, Any]] = []
+        self._hooks: list[dict[int, Any]] = []
         """The tables of the hooks that the model's code adds to outputs."""
         self.held_bytes = 0
         """The bytes that eager code holds after the forward."""
@@ -90,8 +89,7 @@ class DryRun:
         if region.feeds and region.deferred is None:
             self._inner.append(InnerOutputs(outputs, region.feeds, _Crossed()))
         for value in filter(has_node, outputs):
-            table = value._backward_hooks
-            self._hooks.append(give_table(value, OrderedDict()) if table is None else table)
+            self._hooks.append(hooks_to_come(value))
         self.runs.append(replace(run, observed=tuple(observed)))
         passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
         outputs_memory = tuple(_weak_storage(value, given) for value in outputs)

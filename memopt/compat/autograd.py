@@ -154,28 +154,29 @@ class Retention:
     derived: tuple[int, ...] = ()
     """How often gradients were computed that have a graph of their own (`create_graph=True`): those of the forward,
     those of such gradients, and so on."""
-    by_parameters: bool = False
-    """Whether some of these are gradients of parameters."""
+    parameters: frozenset[int] = frozenset()
+    """The `id`s of the parameters by which some of these were computed."""
 
     def __or__(self, other: Retention) -> Retention:
         """What is left by either of two steps at most."""
         derived = (max(pair) for pair in zip_longest(self.derived, other.derived, fillvalue=0))
-        return Retention(self.kept or other.kept, tuple(derived), self.by_parameters or other.by_parameters)
+        return Retention(self.kept or other.kept, tuple(derived), self.parameters | other.parameters)
 
     def covers(self, other: Retention) -> bool:
         """Whether a step that leaves `other` leaves no more than this."""
         return self | other == self
 
-    def further(self, order: int, *, by_parameters: bool) -> Retention:
-        """This, and one more computation of gradients of this order: 1 for those of the forward, 2 for those of such
-        gradients, and so on. An order that is more than one above the highest so far counts as the next one."""
+    def further(self, order: int, parameters: frozenset[int] = frozenset()) -> Retention:
+        """This, and one more computation of gradients of this order, by these parameters among others: 1 for those of
+        the forward, 2 for those of such gradients, and so on. An order that is more than one above the highest so far
+        counts as the next one."""
         order = min(order, 1 + len(self.derived))
         derived = [*self.derived, *[0] * (order - len(self.derived))]
         derived[order - 1] += 1
-        return Retention(self.kept, tuple(derived), self.by_parameters or by_parameters)
+        return Retention(self.kept, tuple(derived), self.parameters | parameters)
 
 
-FREED, KEPT, DIFFERENTIATED = Retention(), Retention(kept=True), Retention(derived=(1,))
+FREED, KEPT = Retention(), Retention(kept=True)
 
 
 def retains_graph() -> bool:
@@ -377,10 +378,23 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
             for watcher in tuple(_watchers) if order else ():
                 watcher.after_backward(found)
             return found
+        except Exception:  # such as a refusal, after which the caller may go on
+            forget_stopped_backward(own)
+            raise
         finally:
             _tell()  # no longer, where the last that was told is gone
 
     return run_backward
+
+
+def forget_stopped_backward(run_backward: Callable[..., Any] | None = None) -> None:
+    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
+    run, with all that is behind them, until the next backward pass begins in this thread. `run_backward` is torch's
+    function that starts one, if it is replaced."""
+    with torch.enable_grad():
+        end = torch.zeros((), requires_grad=True, device="cpu").neg()
+        run = run_backward or torch.autograd.graph._engine_run_backward
+        run((end,), (torch.ones_like(end),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 _ORDER = "memopt order"

@@ -92,13 +92,17 @@ _FIRST = -1
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
     """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it: autograd calls
     `first`, and whoever has the table the functions of hooks added later. It does not keep the tensor alive."""
-    return give_table(tensor, DeferredHooks(first))
+    return _put_in(tensor, DeferredHooks(first))
 
 
-def give_table(tensor: torch.Tensor, table: _Table) -> _Table:
-    """Put a table, in which `Tensor.register_hook` then puts its hooks, in a tensor that is no leaf and has no hooks
-    yet, and return it. A hook that refers to another result of the node that made the tensor is never freed, unless it
-    is removed from the table."""
+def hooks_to_come(tensor: torch.Tensor) -> dict[int, Any]:
+    """The table in which `Tensor.register_hook` puts the hooks of a tensor that is no leaf. A hook that refers to
+    another result of the node that made the tensor is never freed, unless it is removed from the table."""
+    table = tensor._backward_hooks
+    return _put_in(tensor, OrderedDict()) if table is None else table
+
+
+def _put_in(tensor: torch.Tensor, table: _Table) -> _Table:
     with torch._C.DisableTorchFunctionSubclass():
         tensor._backward_hooks = table
         node: Any = tensor.grad_fn

@@ -17,7 +17,6 @@ from memopt.account.account import Account, distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
-    DIFFERENTIATED,
     FREED,
     KEPT,
     Addition,
@@ -309,11 +308,19 @@ class PendingForward:
         if self.entry.stepped:
             return
         budget, elsewhere_bytes = self.plan.budget_bytes, self._elsewhere_now(())
-        roomy = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget, graph=DIFFERENTIATED) or 0
-        others = [forward for forward in self.entry.waiting() if forward is not self]
-        roomy += sum(forward.saved_bytes() for forward in (*others, *self.entry.plain_waiting()))
-        if roomy <= budget:  # not known, or not enough by itself
+        asked = [
+            one
+            for one in self.entry.model.parameters()
+            if one.requires_grad and fate_of_gradient(one) is not Fate.DROPPED
+        ]
+        graph = FREED.further(1, frozenset(map(id, asked)))
+        plain = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget, graph=graph)
+        if plain is None:
             raise refused
+        others = [forward for forward in self.entry.waiting() if forward is not self]
+        roomy = plain + sum(forward.saved_bytes() for forward in (*others, *self.entry.plain_waiting()))
+        if roomy <= budget:  # it did not run plain beside the forwards that are expected to come
+            roomy = budget + self.saved_bytes()
         raise BudgetError(budget, roomy, CREATED, least=False, further=(str(refused),))
 
     def replaced(self) -> None:
@@ -538,9 +545,9 @@ class PlainForward:
         that are to be differentiated in turn, or were, and exceed the budget."""
         if (order or self.graph.derived) and passes_by(starts, WAITS, self):
             if order:
-                own = set(map(id, self.entry.model.parameters()))
+                own = frozenset(map(id, self.entry.model.parameters()))
                 self.second_run = None  # gradients read what was saved
-                self.graph = self.graph.further(order, by_parameters=not inputs or not own.isdisjoint(map(id, inputs)))
+                self.graph = self.graph.further(order, own.intersection(map(id, inputs)) if inputs else own)
             self.check_graph(self, self.graph, not order)
             self.freed = frees
             self._derives = order > 0

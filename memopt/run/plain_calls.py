@@ -487,8 +487,8 @@ class PlainCalls:
                 if not graph.derived:
                     raise BudgetError(budget, needed, RETAINED, least=False)
                 if fitting.call is not None and not self.entry.stepped:
-                    if len(graph.derived) == 1 < graph.derived[0] and not graph.by_parameters:
-                        self._note_graph(key, graph.further(2, by_parameters=False))  # as an equation has
+                    if len(graph.derived) == 1 < graph.derived[0] and not graph.parameters:
+                        self._note_graph(key, graph.further(2))  # as an equation has
                     most = WORTH_NAMING * budget
                     needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, most) or 0)
                 others = [one for one in (*self.entry.waiting(), *self.entry.plain_waiting()) if one is not forward]
