@@ -1,4 +1,4 @@
-"""A backward that is refused leaves nothing in memory, so that the budget that it names has the room at the next try."""
+"""A backward that is refused leaves nothing in memory: the budget that it names has the room at the next try."""
 
 from __future__ import annotations
 
