@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import weakref
 from collections import OrderedDict, deque
@@ -480,8 +481,28 @@ def generator_states(device: torch.device) -> tuple[Any, ...]:
 
 def draws_so_far() -> Any:
     """A value that changes when random numbers are drawn from Python's generator or numpy's."""
-    name, keys, *rest = np.random.get_state()
-    return random.getstate(), name, keys.tobytes(), rest
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
+_HIGHEST_WORD = 0x12DD9BB3
+"""The word in the state of a Mersenne Twister for which it returns the highest number."""
+_EXTREME_WORDS = 600
+
+
+@contextmanager
+def extreme_draws(*, highest: bool) -> Iterator[None]:
+    """A block in which Python's generator and numpy's draw their highest or lowest numbers, for some hundred draws;
+    after it they are as before it."""
+    before = random.getstate(), np.random.get_state()
+    version, words, _ = random.Random(0).getstate()
+    words = *[_HIGHEST_WORD if highest else 0] * _EXTREME_WORDS, *words[_EXTREME_WORDS:-1]
+    random.setstate((version, (*words, 0), None))
+    np.random.set_state(("MT19937", words, 0))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def generators_before(before: CallState | None, device: torch.device) -> tuple[Any, ...]:

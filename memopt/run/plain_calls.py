@@ -49,6 +49,7 @@ from memopt.run.second_run import PlainSecondRun
 from memopt.run.settings import Settings
 from memopt.run.sizes import covers
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
+from memopt.training_state import extreme_draws
 from memopt.units import size
 
 MARGIN = 1.02
@@ -296,6 +297,11 @@ class PlainCalls:
             situation = replace(situation, gradients_held=True)
         with self._settings.naming():
             step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
+            if step is not None and step.draws:  # later calls may run more
+                for highest in (False, True):
+                    with extreme_draws(highest=highest):
+                        other = self._count_step(call, situation, most_bytes, closely=True)
+                    step = max(step, other or step, key=lambda one: one.peak_bytes)
         if step is None:
             return None
         needed, account = self._needed(step, call, situation)

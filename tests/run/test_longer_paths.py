@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ import memopt
 from memopt.compat.autograd import next_node_number
 from memopt.errors import GIB
 from memopt.run.longer_paths import LongerPath, ends_beyond
+from memopt.training_state import draws_so_far, extreme_draws
 from tests.elsewhere import counted
 
 __all__ = ["counted"]
@@ -120,6 +122,31 @@ def test_a_longer_path_is_counted_before_it_exceeds_the_budget(make: type[Deep])
     assert max(own_peaks) <= budget
     assert own_losses == losses
     assert all(map(torch.equal, own_trained, trained))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("counted")
+def test_the_first_refusal_names_a_budget_for_all_layers_that_may_run() -> None:
+    peaks, losses, _, plain = train(ByRandomNumbers)
+    del plain
+    gc.collect()
+    with pytest.raises(memopt.BudgetError) as refused:
+        train(ByRandomNumbers, 0.3 * max(peaks))
+    budget = refused.value.smallest_bytes
+    del refused
+    gc.collect()
+    own_peaks, own_losses, *_ = train(ByRandomNumbers, budget)
+    assert max(own_peaks) <= budget <= 1.02 * max(peaks)
+    assert own_losses == losses
+
+
+def test_extreme_draws_are_the_highest_and_the_lowest() -> None:
+    expected = random.getstate(), draws_so_far()
+    for highest in (False, True):
+        with extreme_draws(highest=highest):
+            drawn = [random.random(), *np.random.rand(3)]
+        assert all(round(number) == highest == round(number, 6) for number in drawn)
+    assert (random.getstate(), draws_so_far()) == expected
 
 
 def test_a_forward_that_has_ended_is_undone() -> None:
