@@ -182,6 +182,9 @@ class Entry:
     changed_inputs: frozenset[int] = frozenset()
     """Numbers of the tensors of a call that the caller was seen to change in place between a plain forward and its
     backward."""
+    paths: set[int] = field(default_factory=set)
+    """The numbers of autograd nodes of forwards whose values or random numbers may choose what runs: as these were
+    counted, and as those that ran more."""
     graph: Retention = FREED
     """The most that backwards of all its calls were seen to leave of their graphs; plain steps are counted so."""
     seen_until_backward: bool = False

@@ -102,9 +102,7 @@ class CountedStep:
     def reason(self) -> str:
         """Why the call runs plain, as a clause that begins with "since"."""
         if self.room_bytes < 0:
-            return (
-                f"since no plan has its derivatives, though its step needs {size(-self.room_bytes)} beyond the budget"
-            )
+            return f"since an error would end the training: its step needs {size(-self.room_bytes)} beyond the budget"
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
     def fits(self, moment: Moment, further: int = 0) -> bool:
@@ -207,8 +205,6 @@ class PlainCalls:
         self._shown: tuple[Call, Plan] | None = None
         self._checkpoints: WeakSet[Any] = WeakSet()
         """The checkpoints of the caller's in which calls ran."""
-        self._varies = False
-        """Whether a forward ran more operators than were counted, and nothing had told that it might."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model's forward and its loss function, with activation checkpoints if any were chosen."""
@@ -315,6 +311,19 @@ class PlainCalls:
         needed += callers_code
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
+    def beyond(self, now: CallInProgress) -> CountedStep | None:
+        """The step of a call that does not fit, to be run beyond the budget with a warning; None where it cannot be
+        counted, or needs far more."""
+        budget = self.planner.terms.options.budget_bytes
+        with self._settings.naming():
+            step = self._count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
+        if step is None:
+            return None
+        needed, account = self._needed(step, now.call, now.situation)
+        fitting = CountedStep(step, budget - needed, account, None)
+        self._warn_beyond(BudgetError(budget, needed + now.moment.known_elsewhere(account), "it", least=False))
+        return fitting
+
     def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
         """The `BudgetError` of a call that cannot be captured, with a budget in which it runs plain; `refused` itself
         where that is not known."""
@@ -388,12 +397,13 @@ class PlainCalls:
         # Later steps leave room for as many forwards as were seen before a backward.
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         first, most = next_node_number(), self._most_nodes(fitting, now.moment)
-        varies = self._varies or step.depends_on_values or step.draws or self._settings.have_schedule
+        varies = len(self.entry.paths) > 1 or step.depends_on_values or step.draws or self._settings.have_schedule
         try:
             with ends_beyond(self.model, call, most) if now.may_end and varies and not around else nullcontext():
                 result = self.plain(*call[0], **call[1])
         except LongerPath:
             self._forget(now)
+            self.entry.paths.add(next_node_number() - first)
             raise
         if (made := next_node_number() - first) > most:
             self._went_further(now, step, made)
@@ -439,8 +449,9 @@ class PlainCalls:
     def _went_further(self, now: CallInProgress, step: PlainStep, made: int) -> None:
         """Count such calls again after a forward that has run too many operators, and warn of it once."""
         self._forget(now)
-        if not self._varies:
-            self._varies = True
+        known = len(self.entry.paths) > 1
+        self.entry.paths |= {step.nodes, made}
+        if not known:
             budget, name = size(self.planner.terms.options.budget_bytes), type(self.model).__name__
             warnings.warn(
                 f"a forward of {name} ran {made} differentiable operators, and one with {step.nodes} was counted: its "
@@ -590,6 +601,8 @@ class PlainCalls:
         for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
                 step = self._count_step(batch, situation, most, **given)
+            if step is not None and (step.depends_on_values or step.draws):
+                self.entry.paths.add(step.nodes)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self.latest = self._without_values(call)

@@ -309,7 +309,10 @@ class Session:
             gc.collect()  # what was recorded holds tensors in circles of frames
             if (choice := calls.checkpointed.fitting(now)) is not None:
                 return self._run_checkpointed(calls, now, choice)
-        if isinstance(refused, EagerCodeTooLargeError):  # what it needs is known once it was recorded whole
+        beyond = self._beyond(calls, now) if calls.checkpointed.serve else None
+        if beyond is None and isinstance(
+            refused, EagerCodeTooLargeError
+        ):  # what it needs is known once it was recorded whole
             try:
                 return self._by_plan(calls, now)
             except (BudgetError, CaptureError) as error:
@@ -317,9 +320,15 @@ class Session:
         if isinstance(refused, CaptureError) and "plain" in self.options.allow:
             self._run_unplanned_from_now(str(refused))
             return self._unplanned(calls, now.call)
+        if (beyond := beyond or self._beyond(calls, now)) is not None:
+            plain = beyond[0] is calls.plain_calls
+            return self._run_plain(calls, now, beyond[1]) if plain else self._run_checkpointed(calls, now, beyond)
         with self._refusing():
             refused = calls.checkpointed.explain(refused, broken, now)
             raise self._log.refused(calls.plain_calls.explain(refused, now))
+
+    def _beyond(self, calls: TrainingCalls, now: CallInProgress) -> Choice | None:
+        return calls.checkpointed.beyond(now, calls.plain_calls) if self._alone else None
 
     @property
     def _alone(self) -> bool:
