@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -379,7 +379,8 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
                 watcher.after_backward(found)
             return found
         except Exception:  # such as a refusal, after which the caller may go on
-            forget_stopped_backward(own)
+            with suppress(RuntimeError):  # within torch.vmap no other backward begins
+                forget_stopped_backward(own)
             raise
         finally:
             _tell()  # no longer, where the last that was told is gone
