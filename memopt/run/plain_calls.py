@@ -59,6 +59,8 @@ VALUES_MARGIN = 1.5
 """As `MARGIN`, where the code branches on values, which may be others in the next batch."""
 CHECKPOINTS_MARGIN = 1.25
 """As `VALUES_MARGIN`, where modules run as activation checkpoints: most of what they hold are their inputs."""
+_FAR = 16
+"""Forwards are taken to run less than this many times as many operators as were counted."""
 STEEPER = 2
 """Operators beyond those that were counted are taken to hold this many times as much as the counted ones on average."""
 GROWTHS = (2.0, 1.25)
@@ -398,8 +400,9 @@ class PlainCalls:
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         first, most = next_node_number(), self._most_nodes(fitting, now.moment)
         varies = len(self.entry.paths) > 1 or step.depends_on_values or step.draws or self._settings.have_schedule
+        may_end = now.may_end and varies and not around and most < _FAR * step.nodes
         try:
-            with ends_beyond(self.model, call, most) if now.may_end and varies and not around else nullcontext():
+            with ends_beyond(self.model, call, most) if may_end else nullcontext():
                 result = self.plain(*call[0], **call[1])
         except LongerPath:
             self._forget(now)
