@@ -497,7 +497,7 @@ def extreme_draws(*, highest: bool) -> Iterator[None]:
     version, words, _ = random.Random(0).getstate()
     words = *[_HIGHEST_WORD if highest else 0] * _EXTREME_WORDS, *words[_EXTREME_WORDS:-1]
     random.setstate((version, (*words, 0), None))
-    np.random.set_state(("MT19937", words, 0))
+    np.random.set_state(("MT19937", np.array(words, np.uint32), 0, 0, 0.0))
     try:
         yield
     finally:

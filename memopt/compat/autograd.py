@@ -222,7 +222,7 @@ def not_on_the_way_to(ends: Iterable[torch.Tensor], tensors: Iterable[torch.Tens
     return [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.grad_fn not in passed]
 
 
-next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number of the autograd node that this thread makes next; they are numbered in order."""
 
 
