@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import weakref
 from collections import OrderedDict, deque
@@ -413,9 +414,9 @@ def written_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 @contextmanager
-def parameters_restored(model: nn.Module) -> Iterator[None]:
-    """A block after which parameters that the forward has written to have their old values again; `written_parameters`
-    returns them from then on.
+def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[None]:
+    """A block after which parameters that the forward has written to have their old values again, unless `restore` is
+    False; `written_parameters` returns them from then on.
 
     Copies are kept in host memory during the block: of all parameters, or, if that takes more than half of what is
     free, of those that are not trained; of none if even these are too large.
@@ -433,7 +434,8 @@ def parameters_restored(model: nn.Module) -> Iterator[None]:
         for name, (parameter, before) in kept.items():
             value = before().to(parameter.device)
             if not same_bits(parameter, value):
-                parameter.detach().copy_(value)
+                if restore:
+                    parameter.detach().copy_(value)
                 _written.setdefault(model, set()).add(name)
 
 
@@ -476,6 +478,32 @@ def generator_states(device: torch.device) -> tuple[Any, ...]:
     """
     own = device_of(device).generator_state(device)
     return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), own
+
+
+def draws_so_far() -> Any:
+    """A value that changes when random numbers are drawn from Python's generator or numpy's."""
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
+_HIGHEST_WORD = 0x12DD9BB3
+"""The word in the state of a Mersenne Twister for which it returns the highest number."""
+_EXTREME_WORDS = 600
+
+
+@contextmanager
+def extreme_draws(*, highest: bool) -> Iterator[None]:
+    """A block in which Python's generator and numpy's draw their highest or lowest numbers, for some hundred draws;
+    after it they are as before it."""
+    before = random.getstate(), np.random.get_state()
+    version, words, _ = random.Random(0).getstate()
+    words = *[_HIGHEST_WORD if highest else 0] * _EXTREME_WORDS, *words[_EXTREME_WORDS:-1]
+    random.setstate((version, (*words, 0), None))
+    np.random.set_state(("MT19937", np.array(words, np.uint32), 0, 0, 0.0))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def generators_before(before: CallState | None, device: torch.device) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from memopt.compat.autograd import (
     FREED,
     Retention,
     depends_on_earlier,
+    forget_stopped_backward,
     gradients_kept,
     leaves_of,
     next_node_number,
@@ -26,7 +27,7 @@ from memopt.compat.autograd import (
 )
 from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
 from memopt.compat.hooks import has_hooks
-from memopt.compat.host import HOST, is_on_host, reads_raise, reads_seen, same_memory
+from memopt.compat.host import is_on_host, reads_raise, reads_seen, same_memory
 from memopt.compat.modules import forward_hooks, without_backward_hooks
 from memopt.compat.operators import tree_leaves
 from memopt.compat.saved_tensors import unseen_by_hooks
@@ -36,7 +37,7 @@ from memopt.device import Hardware
 from memopt.device.devices import device_here, device_of
 from memopt.device.op_call import OpCall
 from memopt.device.workspace import call_workspace_bytes
-from memopt.training_state import undone, undone_but_parameters, values_restored
+from memopt.training_state import draws_so_far, undone, undone_but_parameters, values_restored
 
 READS_MARGIN = 4
 """Where the code reads values, such as whether a mask is all true, a step is counted without computing it only if this
@@ -79,6 +80,10 @@ class PlainStep:
     """Held when the last backward begins, where gradients have a graph of their own (`Retention.derived`); else 0."""
     before_last_bytes: int = 0
     """The most held before the last backward begins."""
+    nodes: int = 0
+    """The number of autograd nodes that its forward makes."""
+    draws: bool = False
+    """Whether its forward draws random numbers of Python's or numpy's, which may choose the operators that run."""
 
 
 def count_plain_step(
@@ -223,7 +228,7 @@ def count_on_values(
             return None
         finally:
             torch.clear_autocast_cache()
-            _forget_stopped_backward()
+            forget_stopped_backward()
         call_workspace_bytes(unknown, card.device_type)  # outside of the handler, whose frames hold the step's tensors
     return None
 
@@ -278,10 +283,11 @@ def _counted(
     without hooks, `made_too` those that the forward makes.
     """
     tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
-    first = next_node_number()
+    first, drawn = next_node_number(), draws_so_far()
     with count, unseen_by_hooks():
         count.exclude(tensors)
         outputs = run()
+        nodes, draws = next_node_number() - first, draws_so_far() != drawn
         differentiable = [
             leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
@@ -300,9 +306,9 @@ def _counted(
             if graph.kept:
                 torch.autograd.backward(losses, given, retain_graph=True)
             if graph.derived:
-                parameters = set() if graph.by_parameters else set(map(id, own.values()))
+                others_own = {id(part) for one, part in own.items() if id(one) not in graph.parameters}
                 known_leaves = [leaf for leaf in leaves_of(losses) if id(leaf) in known]
-                by = [leaf for leaf in known_leaves if id(leaf) not in parameters] or known_leaves
+                by = [leaf for leaf in known_leaves if id(leaf) not in others_own] or known_leaves
                 gradients = _derived(losses, given, by, graph.derived)
                 squares = [one.square().sum() for one in gradients]
             derived, before_last = count.live_bytes if squares else 0, count.peak_bytes
@@ -313,7 +319,7 @@ def _counted(
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
     found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), graph=graph)
     before: Any = {"forward_bytes": in_forward, "derived_bytes": derived, "before_last_bytes": before_last}
-    return replace(found, **before, tangent_bytes=tangents, calls=count.calls)
+    return replace(found, **before, tangent_bytes=tangents, calls=count.calls, nodes=nodes, draws=draws)
 
 
 def _derived(
@@ -354,10 +360,3 @@ def _is_of_a_library(hook: Callable[..., Any]) -> bool:
 def _bytes_of(outputs: Any) -> int:
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _forget_stopped_backward() -> None:
-    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
-    run, with all that is behind them, until the next backward pass begins in this thread."""
-    with torch.enable_grad():
-        torch.autograd.backward(torch.zeros((), device=HOST, requires_grad=True).neg())

@@ -24,6 +24,7 @@ from memopt.capture.inner_outputs import InnerOutputs
 from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.compat.autograd import has_node
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
+from memopt.compat.hooks import hooks_to_come
 from memopt.compat.modules import without_backward_hooks
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.tensors import storage_key
@@ -63,6 +64,8 @@ class DryRun:
         self._values: list[_ValuesOfRun] = []
         """The inputs and outputs of each run, in the order of the runs."""
         self._inner: list[InnerOutputs] = []
+        self._hooks: list[dict[int, Any]] = []
+        """The tables of the hooks that the model's code adds to outputs."""
         self.held_bytes = 0
         """The bytes that eager code holds after the forward."""
         self.returned_bytes = 0
@@ -85,6 +88,8 @@ class DryRun:
             outputs = stand_in(region.graph_module, forward, self.between, self.between.begin_run(), inputs)
         if region.feeds and region.deferred is None:
             self._inner.append(InnerOutputs(outputs, region.feeds, _Crossed()))
+        for value in filter(has_node, outputs):
+            self._hooks.append(hooks_to_come(value))
         self.runs.append(replace(run, observed=tuple(observed)))
         passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
         outputs_memory = tuple(_weak_storage(value, given) for value in outputs)
@@ -102,6 +107,12 @@ class DryRun:
         tensors = ((at, value) for at, value in enumerate(inputs) if _has_memory(value))
         found = ((at, made.get(id(value.untyped_storage()))) for at, value in tensors)
         return {at: place for at, place in found if place is not None}
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks that the model's code has added to outputs of regions: one that refers to another output of
+        its region would keep both, and what they were computed from, in memory."""
+        for table in self._hooks:
+            table.clear()
 
     def captured(self, reason: str) -> CapturedCall:
         """The captured call, once `differentiate` has run. `reason` says why the call is not one region."""
@@ -233,6 +244,8 @@ def record_dry_run(
         if isinstance(failure, CrossedByDerivative):
             reasons = f"{reason}, and it {failure}"
         raise CaptureError(cannot_capture(model, reasons)) from failure
+    finally:
+        dry_run.remove_hooks()
     if captured is None:
         raise CaptureError(cannot_capture(model, reason, NOTHING_CAPTURED))
     return captured

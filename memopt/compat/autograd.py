@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -22,6 +22,7 @@ from passes.compat import private
 PRIVATE_NAMES = (
     *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
     *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
+    *private("torch.autograd", "_get_sequence_nr"),
     *private("torch.autograd.graph", "Node._sequence_nr"),
     *private("torch.autograd.graph", "_engine_run_backward", call="outputs"),
     *private("torch.autograd", "_engine_run_backward", call="outputs"),
@@ -153,28 +154,29 @@ class Retention:
     derived: tuple[int, ...] = ()
     """How often gradients with a graph of their own (`create_graph=True`) were computed: first those of the forward,
     then those of such gradients, and so on."""
-    by_parameters: bool = False
-    """Whether some of these are gradients of parameters."""
+    parameters: frozenset[int] = frozenset()
+    """The `id`s of the parameters by which some of these were computed."""
 
     def __or__(self, other: Retention) -> Retention:
         """The most that either of two steps keeps."""
         derived = (max(pair) for pair in zip_longest(self.derived, other.derived, fillvalue=0))
-        return Retention(self.kept or other.kept, tuple(derived), self.by_parameters or other.by_parameters)
+        return Retention(self.kept or other.kept, tuple(derived), self.parameters | other.parameters)
 
     def covers(self, other: Retention) -> bool:
         """Whether a step that keeps `other` keeps no more than this."""
         return self | other == self
 
-    def further(self, order: int, *, by_parameters: bool) -> Retention:
-        """This, and one more computation of gradients of this order: 1 for those of the forward, 2 for those of such
-        gradients, and so on. An order that is more than one above the highest so far counts as the next one."""
+    def further(self, order: int, parameters: frozenset[int] = frozenset()) -> Retention:
+        """This, and one more computation of gradients of this order, by these parameters among others: 1 for those of
+        the forward, 2 for those of such gradients, and so on. An order that is more than one above the highest so far
+        counts as the next one."""
         order = min(order, 1 + len(self.derived))
         derived = [*self.derived, *[0] * (order - len(self.derived))]
         derived[order - 1] += 1
-        return Retention(self.kept, tuple(derived), self.by_parameters or by_parameters)
+        return Retention(self.kept, tuple(derived), self.parameters | parameters)
 
 
-FREED, KEPT, DIFFERENTIATED = Retention(), Retention(kept=True), Retention(derived=(1,))
+FREED, KEPT = Retention(), Retention(kept=True)
 
 
 def retains_graph() -> bool:
@@ -220,11 +222,8 @@ def not_on_the_way_to(ends: Iterable[torch.Tensor], tensors: Iterable[torch.Tens
     return [tensor for tensor in tensors if tensor.grad_fn is not None and tensor.grad_fn not in passed]
 
 
-def next_node_number() -> int:
-    """A number greater than those of the autograd nodes that this thread has made, and smaller than those of nodes that
-    it will make. To be called with gradients enabled."""
-    node: Any = torch.ones((), requires_grad=True).clone().grad_fn
-    return int(node._sequence_nr())
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number of the autograd node that this thread makes next; they are numbered in order."""
 
 
 def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
@@ -379,10 +378,24 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
             for watcher in tuple(_watchers) if order else ():
                 watcher.after_backward(found)
             return found
+        except Exception:  # such as a refusal, after which the caller may go on
+            with suppress(RuntimeError):  # within torch.vmap no other backward begins
+                forget_stopped_backward(own)
+            raise
         finally:
             _tell()  # puts torch's own back if no listener or watcher is left
 
     return run_backward
+
+
+def forget_stopped_backward(run_backward: Callable[..., Any] | None = None) -> None:
+    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
+    run, with all that is behind them, until the next backward pass begins in this thread. `run_backward` is torch's
+    function that starts one, if it is replaced."""
+    with torch.enable_grad():
+        end = torch.zeros((), requires_grad=True, device="cpu").neg()
+        run = run_backward or torch.autograd.graph._engine_run_backward
+        run((end,), (torch.ones_like(end),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 _ORDER = "memopt order"

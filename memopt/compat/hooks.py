@@ -20,6 +20,7 @@ PRIVATE_NAMES = (
 )
 
 _Leaf = TypeVar("_Leaf", bound=torch.Tensor)
+_Table = TypeVar("_Table", bound=OrderedDict[int, Any])
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
@@ -91,7 +92,17 @@ _FIRST = -1
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
     """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it: autograd calls
     `first`, and the owner of the table calls hooks added later. The table does not keep the tensor alive."""
-    table = DeferredHooks(first)
+    return _put_in(tensor, DeferredHooks(first))
+
+
+def hooks_to_come(tensor: torch.Tensor) -> dict[int, Any]:
+    """The table in which `Tensor.register_hook` puts the hooks of a tensor that is no leaf. A hook that refers to
+    another result of the node that made the tensor is never freed, unless it is removed from the table."""
+    table = tensor._backward_hooks
+    return _put_in(tensor, OrderedDict()) if table is None else table
+
+
+def _put_in(tensor: torch.Tensor, table: _Table) -> _Table:
     with torch._C.DisableTorchFunctionSubclass():
         tensor._backward_hooks = table
         node: Any = tensor.grad_fn

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.hooks import BackwardHook
 
@@ -75,6 +76,22 @@ def called_plainly(module: nn.Module) -> Iterator[None]:
     finally:
         if call is not None:
             set_compiled_call(module, call)
+
+
+def modules_compiled(model: nn.Module) -> bool:
+    """Whether any module in a model runs compiled code."""
+    return any(inside_compiled(one) or (one is not model and compiled_call(one)) for one in modules_of(model))
+
+
+@contextmanager
+def module_calls_seen(seen: Callable[[], None]) -> Iterator[None]:
+    """A block in which `seen` is called before the forward of any module in this thread."""
+    thread = threading.get_ident()
+    hook = register_module_forward_pre_hook(lambda *_: seen() if threading.get_ident() == thread else None)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def forward_hook_tables(modules: Iterable[nn.Module]) -> list[Mapping[int, Callable[..., Any]]]:

@@ -33,6 +33,8 @@ class CallInProgress:
     begin_forward: Callable[[Plan, Situation, int], PendingForward]
     most_between: Callable[[], float] = lambda: math.inf
     """Returns the bytes that code between the regions of a forward may hold while it is recorded."""
+    may_end: bool = False
+    """Whether a forward that runs more operators than were counted may end, and begin once more."""
 
     @property
     def closely(self) -> CallInProgress:

@@ -62,6 +62,16 @@ class CheckpointedCalls:
         self.serve |= found is not None
         return found
 
+    def beyond(self, now: CallInProgress, plain: PlainCalls) -> Choice | None:
+        """For a call in a later step that is refused, of a model whose forwards run more or fewer operators: the choice
+        of checkpoints that holds least, or `plain`, by which it runs beyond the budget; else None."""
+        every = plain, *self._calls
+        if self.entry.stepped and len(self.entry.paths) > 1:
+            for calls in reversed(every):
+                if (fits := calls.beyond(now)) is not None:
+                    return calls, fits
+        return None
+
     def instead_of_planning(self, now: CallInProgress, plan: Plan, planning_seconds: float) -> Choice | None:
         """As `fitting`, for a call that could be planned; `plan` is that of a larger call. Also None once calls have
         lost about `planning_seconds`, the time that a plan takes to make, by running with checkpoints."""

@@ -182,6 +182,9 @@ class Entry:
     changed_inputs: frozenset[int] = frozenset()
     """Numbers of the tensors of a call that the caller was seen to change in place between a plain forward and its
     backward."""
+    paths: set[int] = field(default_factory=set)
+    """The numbers of autograd nodes of forwards whose values or random numbers may choose what runs: as these were
+    counted, and as those that ran more."""
     graph: Retention = FREED
     """What backwards were seen to keep of their graphs at most (`retain_graph`), for which plain steps are counted."""
     seen_until_backward: bool = False

@@ -17,7 +17,6 @@ from memopt.account.account import Account, distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
-    DIFFERENTIATED,
     FREED,
     KEPT,
     Addition,
@@ -310,11 +309,17 @@ class PendingForward:
         if self.entry.stepped:
             return
         budget, elsewhere_bytes = self.plan.budget_bytes, self._elsewhere_now(())
-        roomy = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget, graph=DIFFERENTIATED)
-        if roomy is None:
+        asked = [
+            one
+            for one in self.entry.model.parameters()
+            if one.requires_grad and fate_of_gradient(one) is not Fate.DROPPED
+        ]
+        graph = FREED.further(1, frozenset(map(id, asked)))
+        plain = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget, graph=graph)
+        if plain is None:
             raise refused
         others = [forward for forward in self.entry.waiting() if forward is not self]
-        roomy += sum(forward.saved_bytes() for forward in (*others, *self.entry.plain_waiting()))
+        roomy = plain + sum(forward.saved_bytes() for forward in (*others, *self.entry.plain_waiting()))
         if roomy <= budget:  # then it was planned for other reasons, and is there beside its second run
             roomy += self.held_bytes
         if roomy <= budget:
@@ -543,9 +548,9 @@ class PlainForward:
         `create_graph=True`, or follows one that had, and exceeds the budget."""
         if (order or self.graph.derived) and passes_by(starts, WAITS, self):
             if order:
-                own = set(map(id, self.entry.model.parameters()))
+                own = frozenset(map(id, self.entry.model.parameters()))
                 self.second_run = None  # the gradients' graph reads the saved values
-                self.graph = self.graph.further(order, by_parameters=not inputs or not own.isdisjoint(map(id, inputs)))
+                self.graph = self.graph.further(order, own.intersection(map(id, inputs)) if inputs else own)
             self.check_graph(self, self.graph, not order)
             self.freed = frees
             self._derives = order > 0

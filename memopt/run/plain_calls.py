@@ -24,7 +24,7 @@ from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, special_tensors, tensors_in
-from memopt.compat.autograd import FREED, Retention, keeps_graph
+from memopt.compat.autograd import FREED, Retention, keeps_graph, next_node_number
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten, tree_leaves
 from memopt.compat.saved_tensors import checkpoint_around
@@ -40,6 +40,7 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import Entry
 from memopt.run.ledger import WORTHWHILE, Ledger, Moment
+from memopt.run.longer_paths import LongerPath, ends_beyond
 from memopt.run.overlaps import Alone
 from memopt.run.pending import CREATED, RETAINED, WAITS, WORTH_NAMING, PlainForward
 from memopt.run.road import Road
@@ -48,6 +49,7 @@ from memopt.run.second_run import PlainSecondRun
 from memopt.run.settings import Settings
 from memopt.run.sizes import covers
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
+from memopt.training_state import extreme_draws
 from memopt.units import size
 
 MARGIN = 1.02
@@ -57,6 +59,10 @@ VALUES_MARGIN = 1.5
 """As `MARGIN`, for code that branches on values: the next batch may run another branch."""
 CHECKPOINTS_MARGIN = 1.25
 """As `VALUES_MARGIN`, where modules run as activation checkpoints: they hold mostly their inputs."""
+_FAR = 16
+"""Forwards are taken to run less than this many times as many operators as were counted."""
+STEEPER = 2
+"""Operators beyond those that were counted are taken to hold this many times as much as the counted ones on average."""
 GROWTHS = (2.0, 1.25)
 """Sizes above all counted ones are counted at one of these multiples, so that growing lengths are not counted one by
 one: the first with which the step is likely to fit."""
@@ -96,7 +102,9 @@ class CountedStep:
 
     @property
     def reason(self) -> str:
-        """Why the call runs plain: the end of a sentence that begins with "since"."""
+        """Why the call runs plain, as a clause that begins with "since"."""
+        if self.room_bytes < 0:
+            return f"since an error would end the training: its step needs {size(-self.room_bytes)} beyond the budget"
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
     def fits(self, moment: Moment, further: int = 0) -> bool:
@@ -192,6 +200,8 @@ class PlainCalls:
         """The latest calls that were counted, by the kind of their inputs, without their values."""
         self._graphs: dict[Hashable, Retention] = {}
         """How backwards keep the graphs of calls, by `_graph_key`, beyond how they keep those of all calls."""
+        self._warned_bytes = 0
+        """The most bytes that a step needs which went on beyond the budget with a warning."""
         self._beside_budget = FREED
         """How backwards keep their graphs in steps that run on although they exceed the budget."""
         self._shown: tuple[Call, Plan] | None = None
@@ -261,7 +271,20 @@ class PlainCalls:
         return counted if counted is not None and self._may_run(counted, moment) else None
 
     def _may_run(self, fitting: CountedStep, moment: Moment) -> bool:
-        return fitting.fits(moment) or self._goes_on(fitting)
+        if fitting.fits(moment):
+            return True
+        if goes_on := self._goes_on(fitting):
+            budget = self.planner.terms.options.budget_bytes
+            needed = budget - fitting.room_bytes + moment.known_elsewhere(fitting.account)
+            self._warn_beyond(BudgetError(budget, needed, CREATED, least=False))
+        return goes_on
+
+    def _warn_beyond(self, refused: BudgetError) -> None:
+        """Warn of a step that goes on beyond the budget, instead of raising `refused`; again where one needs more than
+        those before."""
+        if refused.smallest_bytes >= self._warned_bytes + refused.budget_bytes // WORTHWHILE:
+            self._warned_bytes = refused.smallest_bytes
+            warnings.warn(f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2)
 
     def _goes_on(self, fitting: CountedStep) -> bool:
         """Whether a call runs plain even where it does not fit: no plan computes its derivatives of gradients, and an
@@ -276,6 +299,11 @@ class PlainCalls:
             situation = replace(situation, gradients_held=True)
         with self._settings.naming():
             step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
+            if step is not None and step.draws:  # later calls may run more
+                for highest in (False, True):
+                    with extreme_draws(highest=highest):
+                        other = self._count_step(call, situation, most_bytes, closely=True)
+                    step = max(step, other or step, key=lambda one: one.peak_bytes)
         if step is None:
             return None
         needed, account = self._needed(step, call, situation)
@@ -286,6 +314,19 @@ class PlainCalls:
             callers_code = max(callers_code, step.output_bytes)
         needed += callers_code
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
+
+    def beyond(self, now: CallInProgress) -> CountedStep | None:
+        """The step of a call that does not fit, to be run beyond the budget with a warning; None where it cannot be
+        counted, or needs far more."""
+        budget = self.planner.terms.options.budget_bytes
+        with self._settings.naming():
+            step = self._count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
+        if step is None:
+            return None
+        needed, account = self._needed(step, now.call, now.situation)
+        fitting = CountedStep(step, budget - needed, account, None)
+        self._warn_beyond(BudgetError(budget, needed + now.moment.known_elsewhere(account), "it", least=False))
+        return fitting
 
     def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
         """The `BudgetError` of a call that cannot be captured, naming a budget in which it runs plain; `refused` itself
@@ -347,8 +388,10 @@ class PlainCalls:
         self._kinds.clear()
 
     def run(self, now: CallInProgress, fitting: CountedStep) -> Any:
-        """Run the plain model, and register that its forward waits for its backward."""
-        call = now.call
+        """Run the plain model, and register that its forward waits for its backward. Raises `LongerPath` where the
+        forward may end (`CallInProgress.may_end`), and runs so many operators that its step may not fit; such calls are
+        then counted again."""
+        call, step = now.call, fitting.step
         if around := checkpoint_around():
             self._checkpoints.add(around[0])
         self._ran_bytes = fitting.step.peak_bytes
@@ -356,12 +399,23 @@ class PlainCalls:
         check_graph = partial(self._check_graph, fitting, now.situation, moment, _graph_key(call))
         # Later steps leave room for as many forwards as were seen before a backward.
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
-        result = self.plain(*call[0], **call[1])
+        first, most = next_node_number(), self._most_nodes(fitting, now.moment)
+        varies = len(self.entry.paths) > 1 or step.depends_on_values or step.draws or self._settings.have_schedule
+        may_end = now.may_end and varies and not around and most < _FAR * step.nodes
+        try:
+            with ends_beyond(self.model, call, most) if may_end else nullcontext():
+                result = self.plain(*call[0], **call[1])
+        except LongerPath:
+            self._forget(now)
+            self.entry.paths.add(next_node_number() - first)
+            raise
+        if (made := next_node_number() - first) > most:
+            self._went_further(now, step, made)
         if again is not None:
             again.returned(result)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
-            step, given, returned = fitting.step, tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))
+            given, returned = tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))
             counted = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
             forward = PlainForward(self.entry, *counted, given, returned, check_graph, again)
             self.entry.add_plain(forward)
@@ -379,6 +433,35 @@ class PlainCalls:
                 node.metadata[WAITS] = waiting  # it lives as long as a backward may begin at any output
                 node.register_prehook(begins)
         return result
+
+    def _most_nodes(self, fitting: CountedStep, moment: Moment) -> float:
+        """The number of autograd nodes up to which a forward's step fits, if those beyond the counted ones hold up to
+        `STEEPER` times as much each."""
+        step = fitting.step
+        beside = moment.known_elsewhere(fitting.account) + moment.reserved_bytes(step.held_bytes)
+        room = fitting.room_bytes - beside + self._margin(depends_on_values=step.depends_on_values) * step.peak_bytes
+        return step.nodes * (1 + max(0.0, room / max(1, step.peak_bytes) - 1) / STEEPER)
+
+    def _forget(self, now: CallInProgress) -> None:
+        """Drop the counts that cover the sizes of a call."""
+        inputs, tensors = _kind_of_inputs(now.call)
+        kind = None if inputs is None else self._kind(now.call, inputs, now.situation, now.parts)
+        if kind is not None:
+            sizes = _sizes(tensors)
+            kind.fitting = [(most, fitting) for most, fitting in kind.fitting if not covers(most, sizes)]
+
+    def _went_further(self, now: CallInProgress, step: PlainStep, made: int) -> None:
+        """Count such calls again after a forward that has run too many operators, and warn of it once."""
+        self._forget(now)
+        known = len(self.entry.paths) > 1
+        self.entry.paths |= {step.nodes, made}
+        if not known:
+            budget, name = size(self.planner.terms.options.budget_bytes), type(self.model).__name__
+            warnings.warn(
+                f"a forward of {name} ran {made} differentiable operators, and one with {step.nodes} was counted: its "
+                f"step may exceed the budget of {budget}; later ones are counted before they run",
+                stacklevel=2,
+            )
 
     def runs_again(self) -> bool:
         """Whether this call is the second run of a checkpoint of the caller's, in a backward, whose first run was
@@ -425,8 +508,8 @@ class PlainCalls:
                 if not graph.derived:
                     raise BudgetError(budget, needed, RETAINED, least=False)
                 if fitting.call is not None and not self.entry.stepped:
-                    if len(graph.derived) == 1 < graph.derived[0] and not graph.by_parameters:
-                        self._note_graph(key, graph.further(2, by_parameters=False))  # as an equation has
+                    if len(graph.derived) == 1 < graph.derived[0] and not graph.parameters:
+                        self._note_graph(key, graph.further(2))  # as an equation has
                     most = WORTH_NAMING * budget
                     needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, most) or 0)
                 others = [one for one in (*self.entry.waiting(), *self.entry.plain_waiting()) if one is not forward]
@@ -436,9 +519,7 @@ class PlainCalls:
                 if not self.entry.stepped:
                     raise refused
                 self._graphs[key], self._beside_budget = before, graph
-                warnings.warn(
-                    f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2
-                )
+                self._warn_beyond(refused)
         if graph.derived:  # of several forwards in one backward, later ones have ended when it reaches its peak
             forward.held_bytes = forward.peak_bytes = counted.derived_bytes
             forward.room_bytes = budget - needs(counted.derived_bytes)
@@ -524,6 +605,8 @@ class PlainCalls:
         for batch in (call,) if special else (*_grown(call, kind), call):
             with self._settings.naming():
                 step = self._count_step(batch, situation, most, **given)
+            if step is not None and (step.depends_on_values or step.draws):
+                self.entry.paths.add(step.nodes)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
                 kind.fitting.append((_sizes(tensors_in(batch)), fitting))
                 self._note_latest(call, sizes)

@@ -22,7 +22,7 @@ from memopt.capture.author_modes import AutocastState
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.dynamo_graph import BUFFERS_WRITTEN_ONCE
-from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta
+from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta, tensors_in
 from memopt.compat.autograd import in_transform
 from memopt.compat.ddp import unwrapped
 from memopt.compat.dynamo import is_exporting
@@ -50,6 +50,7 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import Choice
 from memopt.run.hosted import bring_back, on_device, place, plainly
 from memopt.run.ledger import Moment
+from memopt.run.longer_paths import LongerPath
 from memopt.run.pending import PendingForward
 from memopt.run.plain_calls import CountedStep
 from memopt.run.ranks import DataParallel
@@ -94,7 +95,7 @@ class Session:
         # An autograd graph that outlives its backward, as of an output that the model keeps, must not keep the model.
         backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
         self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
-        self._looked_for_writes = False
+        self._looked_for_writes = self._warned_in_eval = False
         self._loss_to_come: Callable[[Any], Any] | None = None
         self._shown: tuple[Plan | None, Callable[[], Plan | None]] = None, lambda: None
         """The plan of the latest planned call, and a function that returns that plan as users see it."""
@@ -119,10 +120,24 @@ class Session:
         return self._run(self.forward, (args, kwargs))
 
     def _run(self, calls: TrainingCalls, call: Call) -> Any:
-        """Run a call, as a training call if it is one."""
-        may_train = torch.is_grad_enabled() and self.model.training  # other calls need no lock
+        """Run a call: as a training call where it is one; in eval mode, where that is refused, as the plain model."""
+        training = self.model.training
+        may_train = torch.is_grad_enabled() and (training or _is_differentiated(call))  # others wait for no thread
         with self._in_turn() if may_train else nullcontext():
-            return self._train(calls, call) if self.trains() else self._plain(calls, *call[0], **call[1])
+            if self.trains(call):
+                try:
+                    return self._train(calls, call)
+                except (BudgetError, CaptureError) as refused:
+                    if training or not getattr(refused, "undone", True):
+                        raise
+                    self._warn_in_eval(str(refused).partition("\n")[0])
+            return self._plain(calls, *call[0], **call[1])
+
+    def _warn_in_eval(self, refused: str) -> None:
+        """Warn once that calls in eval mode run beside the budget."""
+        if not self._warned_in_eval:
+            self._warned_in_eval = True
+            warnings.warn(f"calls of {type(self.model).__name__} in eval() mode run plain: {refused}", stacklevel=3)
 
     def _in_turn(self) -> AbstractContextManager[Any]:
         """A block in which no other thread records, plans or runs a training call, as these set state of the process.
@@ -146,12 +161,13 @@ class Session:
         assert self.with_loss is not None
         return self._run(self.with_loss, (args, {}))
 
-    def trains(self) -> bool:
-        """Whether a call now is a training call: gradients are enabled, the model is in training mode, and it is not
-        being exported, captured as a part of another planned model, or transformed by torch.func, whose operators no
-        plan has."""
-        others = is_exporting() or is_capturing() or in_transform()
-        return torch.is_grad_enabled() and self.model.training and not others
+    def trains(self, call: Call = ((), {})) -> bool:
+        """Whether a call now is a training call: gradients are enabled, the model is in training mode or the gradient
+        of an input is to be computed, as for an adversarial example, and the model is not being exported, captured as a
+        part of another planned model, or transformed by torch.func, whose operators a plan does not have."""
+        if not (torch.is_grad_enabled() and (self.model.training or _is_differentiated(call))):
+            return False
+        return not (is_exporting() or is_capturing() or in_transform())
 
     def _plain(self, calls: TrainingCalls, *args: Any, **kwargs: Any) -> Any:
         """Run the plain model, with no FSDP2 blocks kept gathered (`Resharding.restore`). In eval mode, the watch for
@@ -195,6 +211,11 @@ class Session:
             if names := modes_of_the_user():
                 bring_back(self.model)
                 return self._within_modes(calls, now, names)
+            if self._alone:
+                try:
+                    return self._as_it_fits(calls, replace(now, may_end=True))
+                except LongerPath:  # it is undone, and counted now on the path that it takes
+                    pass
             return self._as_it_fits(calls, now)
 
     def _begun(self, calls: TrainingCalls, call: Call) -> CallInProgress:
@@ -288,7 +309,8 @@ class Session:
             gc.collect()  # reference cycles of the recording's frames hold tensors
             if (choice := calls.checkpointed.fitting(now)) is not None:
                 return self._run_checkpointed(calls, now, choice)
-        if isinstance(refused, EagerCodeTooLargeError):  # the budget that it needs is known after a full recording
+        beyond = self._beyond(calls, now) if calls.checkpointed.serve else None
+        if beyond is None and isinstance(refused, EagerCodeTooLargeError):  # its budget is known after a full recording
             try:
                 return self._by_plan(calls, now)
             except (BudgetError, CaptureError) as error:
@@ -299,9 +321,15 @@ class Session:
         if isinstance(refused, CaptureError) and "plain" in self.options.allow:
             self._run_unplanned_from_now(str(refused))
             return self._unplanned(calls, now.call)
+        if (beyond := beyond or self._beyond(calls, now)) is not None:
+            plain = beyond[0] is calls.plain_calls
+            return self._run_plain(calls, now, beyond[1]) if plain else self._run_checkpointed(calls, now, beyond)
         with self._refusing():
             refused = calls.checkpointed.explain(refused, broken, now)
             raise self._log.refused(calls.plain_calls.explain(refused, now))
+
+    def _beyond(self, calls: TrainingCalls, now: CallInProgress) -> Choice | None:
+        return calls.checkpointed.beyond(now, calls.plain_calls) if self._alone else None
 
     @property
     def _alone(self) -> bool:
@@ -624,6 +652,10 @@ def session_of(model: nn.Module) -> Session | None:
         return call
     inner = inside_compiled(unwrapped(model)) if isinstance(model, nn.Module) else None
     return None if inner is None else session_of(inner)
+
+
+def _is_differentiated(call: Call) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_in(call))
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any] | None:

@@ -57,6 +57,11 @@ class Settings:
             self._note(latest)
         return self._number
 
+    @property
+    def have_schedule(self) -> bool:
+        """Whether a number among the settings changes so often that its value does not tell states apart."""
+        return any(changes > _MOST_CHANGES for changes in self._changes.values())
+
     @contextmanager
     def naming(self) -> Iterator[None]:
         """Context for a run of the model in which an attribute that changes from None to a string does not count as a

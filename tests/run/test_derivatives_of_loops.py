@@ -52,6 +52,13 @@ def regularised_beside_its_loss(model: nn.Module) -> Tensor:
     return slope.square().sum(1).mean()
 
 
+def balanced(model: nn.Module) -> Tensor:
+    """As GradNorm: a derivative by the weight of one layer alone."""
+    loss = model(torch.rand(ROWS, 2)).square().mean()
+    (gradient,) = grad(loss, list(model.parameters())[-2], create_graph=True)
+    return loss + gradient.norm()
+
+
 def scores(model: nn.Module) -> Tensor:
     """Sliced score matching, in a loop that begins each step with the gradients of the one before."""
     x = torch.rand(ROWS, 2, requires_grad=True)
@@ -106,6 +113,42 @@ def test_no_step_exceeds_its_budget(loss_of: Callable[[nn.Module], Tensor], shar
         gc.collect()
     assert losses == plain
     assert max(peaks) <= budget <= 1.06 * max(plain_peaks)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.95])
+def test_a_derivative_by_the_weight_of_one_layer_is_counted_as_such(share: float) -> None:
+    """Where the first step is planned, and where it runs plain."""
+    _, plain_peaks = trained(balanced)
+    with pytest.raises(memopt.BudgetError) as refused:
+        trained(balanced, share * max(plain_peaks))
+    while "create_graph=True" not in str(refused.value):
+        budget = refused.value.smallest_bytes
+        with pytest.raises(memopt.BudgetError) as refused:
+            trained(balanced, budget)
+    assert refused.value.smallest_bytes < 1.4 * max(plain_peaks)  # by all parameters it takes 2.6 times as much
+
+
+def test_a_step_of_larger_sizes_is_warned_of_where_it_goes_on_beyond_the_budget() -> None:
+    model = nn.Sequential(nn.Linear(2, 256), nn.Tanh(), nn.Linear(256, 1))
+
+    def step(rows: int) -> int:
+        with memopt.measure_peak("cpu") as peak:
+            x = torch.rand(rows, 2, requires_grad=True)
+            grad(model(x).sum(), x, create_graph=True)[0].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return peak.bytes
+
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    budget = 1.1 * step(ROWS)
+    memopt.optimize(model, budget / GIB, optimizer=optimizer, **EXACT)
+    step(ROWS)
+    with pytest.warns(UserWarning, match=r"create_graph=True; training goes on") as warned:
+        assert max(step(2 * ROWS) for _ in range(2)) > budget
+    assert len(warned) == 1
+    assert "beyond the budget" in str(memopt.status(model))
+    with pytest.warns(UserWarning, match=r"create_graph=True; training goes on"):
+        step(3 * ROWS)
 
 
 @pytest.mark.parametrize("loss_of", [equation, penalty, regularised_beside_its_loss, scores])
