@@ -55,7 +55,6 @@ _ALL = (
     ),
     Program(generative.wgan_gp, "eriklindernoren/PyTorch-GAN", "36d3c77", "implementations/wgan_gp/wgan_gp.py"),
     Program(generative.cyclegan, "eriklindernoren/PyTorch-GAN", "36d3c77", "implementations/cyclegan/models.py"),
-    Program(generative.hifi_gan, "jik876/hifi-gan", "4769534", "models.py"),
     Program(generative.waveglow, "NVIDIA/waveglow", "8afb643", "glow.py"),
     Program(generative.glow, "rosinality/glow-pytorch", "97081ff", "model.py"),
     Program(generative.stargan, "yunjey/stargan", "94dd002", "model.py"),

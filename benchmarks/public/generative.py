@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.public.program import CHECKOUTS, Log, Optimize, batches, definitions, epochs, imported, package
+from benchmarks.public.program import Log, Optimize, batches, definitions, epochs, imported, package
 
 
 def wgan_gp(optimize: Optimize, log: Log) -> None:
@@ -86,44 +85,6 @@ def cyclegan(optimize: Optimize, log: Log) -> None:
             losses[-1].backward()
             optimizer.step()
         log(g=loss_g, a=losses[0], b=losses[1])
-
-
-def hifi_gan(optimize: Optimize, log: Log) -> None:
-    """train.py: weight norm, two discriminators under one optimizer, losses on their features, a mel spectrogram."""
-    models = imported("hifi-gan", "models")
-    settings = {**json.loads((CHECKOUTS / "hifi-gan" / "config_v3.json").read_text()), "upsample_initial_channel": 64}
-    generator = models.Generator(SimpleNamespace(**settings))
-    mpd, msd = models.MultiPeriodDiscriminator(), models.MultiScaleDiscriminator()
-    optim_g = torch.optim.AdamW(generator.parameters(), 2e-4, betas=[0.8, 0.99])
-    optim_d = torch.optim.AdamW(itertools.chain(msd.parameters(), mpd.parameters()), 2e-4, betas=[0.8, 0.99])
-    optimize(generator, optimizer=optim_g)
-    optimize(mpd, optimizer=optim_d)
-    optimize(msd, optimizer=optim_d)
-    window = torch.hann_window(1024)
-
-    def mel(audio: Tensor) -> Tensor:
-        found = torch.stft(audio, 1024, 256, 1024, window, return_complex=True).abs()
-        return torch.log(found[:, :80].clamp(min=1e-5))
-
-    for x, y in epochs(batches(torch.randn(5, 80, 16), torch.rand(5, 4096) * 2 - 1, size=2), 8):
-        y_mel, y = mel(y), y.unsqueeze(1)
-        y_g_hat = generator(x)
-        y_g_hat_mel = mel(y_g_hat.squeeze(1))
-        optim_d.zero_grad()
-        real_f, made_f, _, _ = mpd(y, y_g_hat.detach())
-        real_s, made_s, _, _ = msd(y, y_g_hat.detach())
-        loss_disc = models.discriminator_loss(real_s, made_s)[0] + models.discriminator_loss(real_f, made_f)[0]
-        loss_disc.backward()
-        optim_d.step()
-        optim_g.zero_grad()
-        loss_mel = F.l1_loss(y_mel, y_g_hat_mel) * 45
-        _, made_f, maps_f_r, maps_f_g = mpd(y, y_g_hat)
-        _, made_s, maps_s_r, maps_s_g = msd(y, y_g_hat)
-        loss_maps = models.feature_loss(maps_f_r, maps_f_g) + models.feature_loss(maps_s_r, maps_s_g)
-        loss_gen = models.generator_loss(made_f)[0] + models.generator_loss(made_s)[0] + loss_maps + loss_mel
-        loss_gen.backward()
-        optim_g.step()
-        log(disc=loss_disc, gen=loss_gen)
 
 
 def waveglow(optimize: Optimize, log: Log) -> None:
