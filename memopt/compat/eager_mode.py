@@ -221,10 +221,9 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     mode: a mask that masks nothing is left out. Dynamo guards on these decisions, so a call for which they differ is
     captured anew. Hooks that collect hidden states, attentions and the logits of routers are installed as in eager
     mode, too."""
-    loaded = map(sys.modules.get, (f"transformers.{name}" for name in _CHOOSING))
-    masking, asking, collecting = loaded
-    for module in filter(None, (masking, asking)):
-        _run_frames_eagerly(module)
+    masking, asking, collecting = (sys.modules.get(f"transformers.{name}") for name in _CHOOSING)
+    for choosing in filter(None, (masking, asking)):
+        _run_frames_eagerly(choosing)
     idle = _idle_mask(args, kwargs)
     changes: list[tuple[ModuleType | None, str, Callable[..., Any]]] = [
         (masking, "find_packed_sequence_indices", _finding_packed),
