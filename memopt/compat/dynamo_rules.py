@@ -33,6 +33,8 @@ PRIVATE_NAMES = (
         "torch._dynamo.variables.torch", "TorchInGraphFunctionVariable.call_function", call="self, tx, args, kwargs"
     ),
     *private("torch._dynamo.variables.base", "VariableTracker.is_tensor VariableTracker.as_proxy", call="self"),
+    *private("torch._dynamo.variables", "GetAttrVariable.call_method", call="self, tx, name, args, kwargs"),
+    *private("torch._dynamo.variables.builtin", "SetAttrBuiltinVariable._call_setattr", since=(2, 13), until=(2, 13)),
     *private("torch._dynamo.trace_rules", "get_legacy_mod_inlinelist", call=""),
     *private("torch._dynamo.variables.base", "VariableTracker.call_method", call="self, tx, name, args, kwargs"),
     *private(
@@ -52,13 +54,14 @@ def replacements() -> list[Replacement]:
     """
     import torch._dynamo.config as dynamo_config
     from torch._dynamo import _trace_wrapped_higher_order_op, trace_rules, utils
-    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables import GetAttrVariable, TensorVariable, builtin
     from torch._dynamo.variables.ctx_manager import GradModeVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
 
     operators: Any = TorchInGraphFunctionVariable
     modes: Any = GradModeVariable
     handlers: Any = operators._get_handlers()
+    attributes: Any = GetAttrVariable
     answers: Any = tracing_state_functions()
     found: list[Replacement] = [
         (operators, "call_function", _call_function(operators.call_function)),
@@ -68,7 +71,12 @@ def replacements() -> list[Replacement]:
         # eager model does without: attention with a mask, above all with shared keys, rounds its gradients otherwise.
         (answers, torch.compiler.is_exporting, False),
         (trace_rules, _TRACED, _with_library_code(getattr(trace_rules, _TRACED))),
+        (attributes, "call_method", _texts_known(attributes.call_method)),
     ]
+    setter: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
+    name = "_call_setattr" if hasattr(setter, "_call_setattr") else "call_setattr"
+    if (own := getattr(setter, name, None)) is not None:
+        found.append((setter, name, _set_by_a_method(own)))
     if (logged := getattr(utils, _SETTINGS, None)) is not None:
         found.append((utils, _SETTINGS, _where_it_can_be_written(logged)))
     if hasattr(_trace_wrapped_higher_order_op, _REWRITTEN):
@@ -102,6 +110,22 @@ def _with_library_code(own: Callable[[], set[str]]) -> Callable[[], set[str]]:
 
     files = {torch.nn.modules.transformer.__file__, checkpoint.__file__}
     return cache(lambda: own() | files)
+
+
+@cache
+def _texts_known(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Traces methods of a text that a class or a function of torch has, as in `type(weight).__module__.startswith(…)`.
+
+    Dynamo by itself breaks the graph there for classes that it writes into graphs: `torch.nn.Parameter` is one of them
+    once torchao is imported."""
+    from torch._dynamo.variables import ConstantVariable
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        text = self.as_python_constant() if self.is_python_constant() else None
+        owner = ConstantVariable.create(text) if isinstance(text, str) else None
+        return own(self, tx, name, args, kwargs) if owner is None else owner.call_method(tx, name, args, kwargs)
+
+    return call_method
 
 
 @cache
@@ -156,6 +180,20 @@ def _requires_grad_(own: Callable[..., Any]) -> Callable[..., Any]:
         return self
 
     return method_requires_grad_
+
+
+@cache
+def _set_by_a_method(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Traces `value.requires_grad = …` as `value.requires_grad_(…)`. Dynamo by itself breaks the graph there, also
+    where nothing changes."""
+
+    def set_attribute(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
+        if not owner.is_tensor() or name.as_python_constant() != "requires_grad":
+            return own(self, tx, owner, name, value)
+        owner.call_method(tx, "requires_grad_", [value], {})
+        return value
+
+    return set_attribute
 
 
 def _is_given(node: Any, tx: Any) -> bool:

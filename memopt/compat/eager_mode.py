@@ -36,6 +36,7 @@ PRIVATE_NAMES = (
     *private("torch._decomp.decompositions", "upsample_compute_output_size"),
     *private("transformers.masking_utils", "find_packed_sequence_indices", call="position_ids", needed=False),
     *private("transformers.masking_utils", "_ignore_causal_mask_sdpa _ignore_bidirectional_mask_sdpa", needed=False),
+    *private("transformers.utils.output_capturing", "maybe_install_capturing_hooks", call="model", needed=False),
     *private(
         "torch._dynamo.comptime", "comptime ComptimeContext._i_will_not_complain_if_bc_breaks_InstructionTranslator"
     ),
@@ -208,6 +209,8 @@ def _rounds_alike(p: float, dtype: torch.dtype) -> tuple[bool, bool]:
     return forward, backward
 
 
+_CHOOSING = "masking_utils", "utils.import_utils", "utils.output_capturing"
+"""The modules of transformers whose functions decide otherwise where Dynamo traces them."""
 _SAME_VALUES = {"expand", "to", "long", "bool", "contiguous"}
 _IDLE = ContextVar[torch.Tensor | None]("an attention mask that masks nothing, or positions of one sequence a row")
 
@@ -216,21 +219,27 @@ _IDLE = ContextVar[torch.Tensor | None]("an attention mask that masks nothing, o
 def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context in which transformers, traced by Dynamo, decides about masks as it would for these arguments in eager
     mode: a mask that masks nothing is left out. Dynamo guards on these decisions, so a call for which they differ is
-    captured anew."""
-    masking, asking = map(sys.modules.get, ("transformers.masking_utils", "transformers.utils.import_utils"))
-    for loaded in filter(None, (masking, asking)):
-        _run_frames_eagerly(loaded)
+    captured anew. Hooks that collect hidden states, attentions and the logits of routers are installed as in eager
+    mode, too."""
+    masking, asking, collecting = (sys.modules.get(f"transformers.{name}") for name in _CHOOSING)
+    for choosing in filter(None, (masking, asking)):
+        _run_frames_eagerly(choosing)
     idle = _idle_mask(args, kwargs)
-    changes: dict[str, Callable[..., Any]] = {"find_packed_sequence_indices": _finding_packed}
+    changes: list[tuple[ModuleType | None, str, Callable[..., Any]]] = [
+        (masking, "find_packed_sequence_indices", _finding_packed),
+        (collecting, "maybe_install_capturing_hooks", _installing_while_traced),
+    ]
     if idle is not None:
-        changes["find_packed_sequence_indices"] = lambda original: _unless_idle(_finding_packed(original))
-        changes |= dict.fromkeys(("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), _unless_idle)
+        changes[0] = masking, "find_packed_sequence_indices", lambda original: _unless_idle(_finding_packed(original))
+        changes += [
+            (masking, name, _unless_idle) for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+        ]
     token = _IDLE.set(idle)
     try:
         with ExitStack() as stack:
-            for name, change in changes.items():
-                if masking is not None and (original := getattr(masking, name, None)) is not None:
-                    stack.enter_context(replaced(masking, name, change(original)))
+            for module, name, change in changes:
+                if module is not None and (original := getattr(module, name, None)) is not None:
+                    stack.enter_context(replaced(module, name, change(original)))
             yield
     finally:
         _IDLE.reset(token)
@@ -301,6 +310,27 @@ def _finding_packed(original: Callable[..., Any]) -> Callable[..., Any]:
 
     skip_code(find_packed_sequence_indices.__code__)
     return find_packed_sequence_indices
+
+
+@functools.lru_cache(maxsize=2)
+def _installing_while_traced(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the function of transformers that installs, in the first forward which asks for hidden states, attentions
+    or the logits of routers, the hooks that collect these. Traced by Dynamo, which would break the graph at its lock,
+    it installs them while it is traced, before Dynamo comes to the modules that have them."""
+    from torch._dynamo.comptime import comptime
+    from torch._dynamo.eval_frame import skip_code
+
+    def maybe_install_capturing_hooks(model: Any) -> None:
+        comptime(install)
+        if not torch.compiler.is_dynamo_compiling():
+            original(model)
+
+    def install(context: Any) -> None:
+        traced = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        original(traced.symbolic_locals["model"].realize().value)
+
+    skip_code(maybe_install_capturing_hooks.__code__)
+    return maybe_install_capturing_hooks
 
 
 def _note_counting(context: Any) -> None:

@@ -175,7 +175,21 @@ def test_the_source_of_a_placeholder_is_copied() -> None:
     assert other._dynamo_source is None  # type: ignore[attr-defined]
 
 
-def test_a_value_that_requires_grad_from_the_middle_on_does_not_break_the_graph() -> None:
+def test_texts_that_classes_and_functions_of_torch_have_are_known() -> None:
+    """PEFT's DoRA asks `type(weight).__module__.startswith("torchao.")`, which breaks the graph where that class is one
+    of those that Dynamo writes into graphs."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if torch.relu.__name__.startswith("re") else x.cos()
+
+    x = torch.randn(3)
+    with capture_settings():
+        compiled = torch.compile(call, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), x.sin())
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_value_that_requires_grad_from_the_middle_on_does_not_break_the_graph(assigned: bool) -> None:
     graphs: list[fx.GraphModule] = []
     weight = torch.ones(3, requires_grad=True)
 
@@ -184,7 +198,11 @@ def test_a_value_that_requires_grad_from_the_middle_on_does_not_break_the_graph(
         return graph_module.forward
 
     def call(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        hidden = x.sin().requires_grad_(True)
+        hidden = x.sin()
+        if assigned:
+            hidden.requires_grad = True
+        else:
+            hidden.requires_grad_(True)
         return hidden * weight, hidden.requires_grad
 
     compiled = compile_with(backend, call, whole=True)

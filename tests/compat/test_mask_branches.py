@@ -147,3 +147,24 @@ def test_a_mask_that_masks_nothing_takes_no_memory() -> None:
     code = memopt.plan_of(model).graphs["captured"][0].code
     assert "scaled_dot_product" in code
     assert "attn_mask" not in code
+
+
+@pytest.mark.plans_always
+def test_hidden_states_are_collected_in_one_region_from_the_first_forward_on() -> None:
+    """transformers installs the hooks that collect them in the first forward that asks, behind a lock."""
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    plain = copy.deepcopy(model)
+    tokens = torch.randint(0, 50, (2, LENGTH))
+    memopt.optimize(model, 1, precision="fp32", allow={"recompute", "reinplace"}, outputs="all")
+    for _ in range(2):
+        results = [each(input_ids=tokens, labels=tokens, output_hidden_states=True) for each in (model, plain)]
+        for result in results:
+            (result.loss + sum(hidden.square().mean() for hidden in result.hidden_states)).backward()
+        assert [len(result.hidden_states) for result in results] == [3, 3]
+        assert not any("regions" in note for note in memopt.plan_of(model).notes)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

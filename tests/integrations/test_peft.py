@@ -73,26 +73,20 @@ def trained(model: nn.Module, budget_gb: float | None) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "share"),
-    [("lora", 0.9), ("int8", 0.9), ("dora", 1.1)],
-)
-def test_the_base_stays_and_the_adapter_is_loaded_by_peft(kind: str, share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "int8", "dora"])
+def test_the_base_stays_and_the_adapter_is_loaded_by_peft(kind: str, tmp_path: Path) -> None:
     plain = trained(adapted(kind), None)
     model = adapted(kind)
     frozen = bits(model)
     planned = memopt.plan(model, 1, BATCH, precision="fp32", **EXACT)
-    budget_gb = share * planned.predicted_peak_gb
+    budget_gb = 0.9 * planned.predicted_peak_gb
     del planned
     run = trained(model, budget_gb)
     plan = memopt.plan_of(model)
     assert plan.account.parameters == sum(tensor.nbytes for tensor in with_memory(model.parameters()))
     assert max(run.peaks_gb[1:]) <= budget_gb
-    if kind == "dora":  # PEFT breaks the graph: autograd adds what the regions give for one weight in another order
-        assert run.losses == pytest.approx(plain.losses, rel=1e-6)
-    else:
-        assert_same(run, plain)
-        assert max(run.peaks_gb[1:]) >= 0.97 * plan.predicted_peak_gb
+    assert_same(run, plain)
+    assert max(run.peaks_gb[1:]) >= 0.97 * plan.predicted_peak_gb
     assert bits(model) == frozen
 
     model.save_pretrained(tmp_path)
