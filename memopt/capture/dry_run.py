@@ -216,16 +216,17 @@ def record_dry_run(
     """Capture the regions that a call of `model` runs through, by calling `run()` once, which must run each region by
     `dry_run.run`.
 
-    The user's backward hooks are not called, since gradients have arbitrary values here. `reason` says why the call is
-    not one region; `mode` is the fake mode to run in, if any. Raises `CaptureError` where the run cannot be captured,
-    fails on fake tensors or in its backward, or contains no region. Other errors of the model's forward on real values,
-    and failed allocations, are raised unchanged."""
+    The user's backward hooks are not called, since gradients have arbitrary values here, and no gradient is left. The
+    text `reason` says why the call is not one region; `mode` is the fake mode to run in, if any. Raises `CaptureError`
+    where the run cannot be captured, fails on fake tensors or in its backward, or contains no region. Other errors of
+    the model's forward on real values, and failed allocations, are raised unchanged."""
     from memopt.compat.dynamo import DynamoError  # loads torch._dynamo
 
     parameters = list(model.parameters())  # read now, since FSDP2 replaces them by gathered ones during the forward
     in_forward = True
     try:
-        with without_backward_hooks(model), mode or nullcontext(), dry_run.between:
+        own = without_backward_hooks(model), without_gradients(model)  # a node's backward may run others by itself
+        with own[0], own[1], mode or nullcontext(), dry_run.between:
             outputs = run()
             in_forward = False
             dry_run.differentiate(outputs, parameters)

@@ -22,6 +22,7 @@ from memopt.compat.autograd import (
     edges_reached,
     gradients_asked,
     has_node,
+    is_differentiable,
     runs_node,
 )
 from memopt.compat.hooks import defer_hooks
@@ -35,7 +36,7 @@ def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
     They are found in the autograd graph of the stored values (`example_value`), which includes in-place writes, also
     through views."""
     stored = enumerate(_stored_results(graph_module))
-    values = {at: value for at, value in stored if isinstance(value, torch.Tensor) and value.requires_grad}
+    values = {at: value for at, value in stored if is_differentiable(value)}
     edges = {position: edge_of(value) for position, value in values.items()}
     reached = {position: edges_reached([value], ()) for position, value in values.items()}
     found = {

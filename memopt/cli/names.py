@@ -230,9 +230,9 @@ def _own_output() -> Iterator[None]:
 
 def card_named(name: str | None) -> str | None:
     """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: "rtx-4090" for "RTX 4090",
-    "4090" or "rtx4090". None, for this machine's device, if `name` is None, "cuda" or "gpu".
+    "4090" or "rtx4090". None, for this machine's device, if `name` is None or one of `HERE` ("gpu").
 
-    Raises `UsageError` for an unknown name, for one that several cards have, and for "cuda" or "gpu" on a machine
+    Raises `UsageError` for an unknown name, for one that several cards have, and for one of `HERE` on a machine
     without a CUDA device."""
     if name is None:
         return None

@@ -392,8 +392,10 @@ def forget_stopped_backward(run_backward: Callable[..., Any] | None = None) -> N
     """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
     run, with all that is behind them, until the next backward pass begins in this thread. `run_backward` is torch's
     function that starts one, if it is replaced."""
+    from memopt.compat.host import HOST  # which imports this module
+
     with torch.enable_grad():
-        end = torch.zeros((), requires_grad=True, device="cpu").neg()
+        end = torch.zeros((), requires_grad=True, device=HOST).neg()
         run = run_backward or torch.autograd.graph._engine_run_backward
         run((end,), (torch.ones_like(end),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -441,6 +443,16 @@ _told: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
 def has_node(value: Any) -> bool:
     """Whether a value is a tensor that was computed with gradients: it has an autograd node, and is no leaf."""
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def is_differentiable(value: Any) -> bool:
+    """Whether a value is a tensor that a gradient can be computed for. A view that was made without gradients, of a
+    tensor that requires one, says that it requires one, and has no edge in the autograd graph."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad or value.grad_fn is not None:
+        return has_node(value)
+    with torch.enable_grad():
+        node: Any = value.view_as(value).grad_fn
+    return node is not None and node.next_functions[0][0] is not None
 
 
 def edge_of(end: Any) -> tuple[Any, int]:

@@ -4,7 +4,14 @@ from typing import Any
 
 import torch
 
-from memopt.compat.autograd import Fate, current_backward, fate_of_gradient, keeps_graph, receivers
+from memopt.compat.autograd import (
+    Fate,
+    current_backward,
+    fate_of_gradient,
+    is_differentiable,
+    keeps_graph,
+    receivers,
+)
 from memopt.compat.hooks import WatchingHook, backward_hooks, post_accumulate_hooks, watching_hooks
 
 
@@ -92,3 +99,16 @@ def test_a_hook_that_only_watches_is_told_apart() -> None:
     leaf.register_post_accumulate_grad_hook(watch)
     assert post_accumulate_hooks(leaf) == []
     assert watching_hooks(leaf) == [watch]
+
+
+def test_a_view_made_without_gradients_has_no_edge() -> None:
+    """It says that it requires a gradient: the forward of a reversible network, whose graph is recorded there, returns
+    such views, and torch's own error ended the training."""
+    x = torch.randn(4, 4, requires_grad=True)
+    with torch.no_grad():
+        views = torch.chunk(x, 2)
+    assert all(one.requires_grad for one in views)
+    assert not any(map(is_differentiable, views))
+    assert is_differentiable(x)
+    assert is_differentiable(x * 2)
+    assert not is_differentiable(x.detach())
