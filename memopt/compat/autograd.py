@@ -12,6 +12,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import checkpoint
@@ -392,10 +393,8 @@ def forget_stopped_backward(run_backward: Callable[..., Any] | None = None) -> N
     """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
     run, with all that is behind them, until the next backward pass begins in this thread. `run_backward` is torch's
     function that starts one, if it is replaced."""
-    from memopt.compat.host import HOST  # which imports this module
-
     with torch.enable_grad():
-        end = torch.zeros((), requires_grad=True, device=HOST).neg()
+        end = torch.from_numpy(np.zeros(())).requires_grad_().neg()  # on the host, whatever the default device is
         run = run_backward or torch.autograd.graph._engine_run_backward
         run((end,), (torch.ones_like(end),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
