@@ -3,6 +3,7 @@ and with bytes left free for the steps of other models. They are found by the by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -290,9 +291,9 @@ def tangent_bytes(plan: Plan) -> int:
     return 0 if captured is None else captured.tangent_bytes
 
 
-def least_plan(plan: Plan) -> Plan:
-    """The plan of the same step whose forward leaves the fewest bytes for its backward, at a peak near the smallest.
-    Its `budget_bytes` is that of `plan`."""
+def least_plan(plan: Plan, most_bytes: float = math.inf) -> Plan:
+    """The plan of the same step whose forward leaves the fewest bytes for its backward, at a peak near the smallest and
+    of at most `most_bytes`; `plan` itself where no such plan is found. Its `budget_bytes` is that of `plan`."""
     account = replace(plan.account, meanwhile=0)
     bare = replace(account, rounding=0, fragmentation=0) if account.caching else account
     step = Priced(plan.solved[0], bare).under(bare)
@@ -305,8 +306,10 @@ def least_plan(plan: Plan) -> Plan:
             except BudgetError as refused:
                 room = budget_bytes - (refused.smallest_bytes - budget_bytes)
                 found = step.under(replace(bare, meanwhile=room)).solve(budget_bytes, plan.effort)
-            return _in_place_of(plan, found)
-    return _in_place_of(plan, step.solve(smallest_bytes, plan.effort))
+            if (least := _in_place_of(plan, found)).ceiling_bytes <= most_bytes:
+                return least
+    least = _in_place_of(plan, step.solve(smallest_bytes, plan.effort))
+    return least if least.ceiling_bytes <= most_bytes else plan
 
 
 def leaving_room(plan: Plan) -> Plan:
@@ -315,7 +318,7 @@ def leaving_room(plan: Plan) -> Plan:
     free = plan.budget_bytes - plan.ceiling_bytes
     if plan.added_time <= NEGLIGIBLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
         return plan
-    return least_plan(plan)
+    return least_plan(plan, plan.budget_bytes)
 
 
 def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_bytes: int = 0) -> Plan:

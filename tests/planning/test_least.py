@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from memopt.errors import BudgetError
+from memopt.errors import GIB, BudgetError
+from memopt.planning import derived
 from memopt.planning.derived import StepBytes, least_plan, leaving_free, leaving_room
 from memopt.planning.plan import Plan
 from tests.planned import ACCOUNT, captured, make_plan, region
@@ -31,6 +32,16 @@ def test_a_plan_with_much_room_beside_it_stays(plan: Plan) -> None:
     assert leaving_room(plan) is plan
     tight = replace(plan, budget_bytes=plan.ceiling_bytes)
     assert leaving_room(tight).held_bytes == least_plan(plan).held_bytes
+
+
+def test_the_plan_that_leaves_room_is_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that holds least may lie further above the smallest peak than the budget: the step was refused in its
+    backward."""
+    roomy = make_plan(captured(region(6)), ACCOUNT, ROOMY)
+    monkeypatch.setattr(derived, "_SLACK", (2, 0))  # as where there is none at a smaller peak
+    smallest = roomy.smallest_bytes()
+    for budget in (smallest, smallest + smallest // 16):
+        assert leaving_room(roomy.at(budget / GIB)).ceiling_bytes <= budget
 
 
 def test_needs_are_between_the_least_and_all(plan: Plan) -> None:
