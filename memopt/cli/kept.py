@@ -53,7 +53,8 @@ class Planned:
         )
 
     def report(self, path: str, frontier: Frontier[Plan] | None, cards: Sequence[OnCard]) -> None:
-        """Write the page of the plan, as `Plan.report` does."""
+        """Write the HTML page of the plan to `path`, as `Plan.report` does, with the plans for other budgets in `frontier`
+        (None: without them) and what each of `cards` would do."""
         step, recipes = self.details.step, self.details.recipes
         write_page(Path(path), page(self.plan, step, self.diff(), recipes, frontier, cards))
 

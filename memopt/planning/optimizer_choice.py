@@ -90,8 +90,8 @@ class OptimizerChoice:
         self, wanted: Wanted, *, gradients_held: bool = False, further: bool = True
     ) -> Iterator[PricedLevers]:
         """The combinations of levers on the optimizer: first those of allowed levers, the cheapest first; then, if
-        `further`, those with levers that are not allowed, the fewest levers first, for which `wanted` returns True.
-        Nothing is yielded once levers are chosen.
+        `further`, to name what would help, those with levers that are not allowed and for which `wanted` returns True,
+        the fewest levers first. Empty where the levers are chosen already (`chosen`).
 
         `gradients_held`: the call adds to existing gradients, which rules out stepping in the backward."""
         levers = self._possible(gradients_held) if self.chosen is None else []

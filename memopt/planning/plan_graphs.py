@@ -73,7 +73,8 @@ def stage_graphs(captured: TracedStep, schedules: Sequence[RegionSchedule]) -> d
 
 
 def stage_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
-    """The changes that a stage made to the graphs of all regions: see `Plan.diff`.
+    """The changes that a stage made to the graphs of all regions (see `Plan.diff`); with `order`, operators that only
+    changed their place count, too.
 
     Raises `ValueError` for a stage that no region went through.
     """

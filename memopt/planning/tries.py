@@ -44,7 +44,8 @@ class Tries:
         return True
 
     def can(self, way: str, traces: float, step: Priced) -> bool:
-        """As `allow`, except that no work is subtracted from what is left."""
+        """Whether enough work is left to try `way`, which takes as much as `traces` tracings of the step; unlike
+        `allow`, it takes none of that work. If not, the change is added to `untried`."""
         possible = traces * nodes_of(step) <= self.left
         self.untried += [] if possible else [way]
         return possible

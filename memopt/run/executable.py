@@ -76,10 +76,11 @@ class Executable:
         return self.step.rewriting_of_regions
 
     def find(self, run: RegionRun, first: int, trace: Trace) -> _FoundRun | None:
-        """The first planned run, from number `first` on, whose schedule fits `run`, a run of a region in the current
-        forward; None where there is none, or where `run` has larger sizes.
+        """The first planned run, from number `first` on, of the same place and joint graph as `run`, a run of a region in
+        the current forward, so that its schedule serves; None where there is none, or where `run` has larger sizes than
+        were planned for.
 
-        `trace` returns the joint graph of a region under a rewriting. It is called where the region of `run` is not the
+        `trace` returns the joint graph of a region under a `Rewriting`. It is called where the region of `run` is not the
         planned one: where the plan was made on fake tensors, or the same code was captured again under other guards or
         for other sizes."""
         for number in range(first, len(self.runs)):

@@ -41,9 +41,9 @@ class _WithStepBytes(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """What other models held at one moment while a forward waited for its backward, or in that backward: the
-    waiting forwards of the models with the entries `waiting`, in the order in which they began, and a running forward
-    or backward of the model with the entry `runs`."""
+    """Which other models held memory at one moment while a forward waited for its backward, or in that backward. Each is
+    given by its entry in the ledger: `waiting` has one for each forward that waited, in the order in which they began;
+    `runs` is that of the model whose forward or backward was running."""
 
     waiting: tuple[weakref.ref[_WithStepBytes], ...]
     runs: weakref.ref[_WithStepBytes] | None = None

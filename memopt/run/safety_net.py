@@ -106,8 +106,9 @@ class SafetyNet:
         return self._error(failure, _by_plan(forward.plan), "forward", undone=undone)
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Undo the call in whose backward an allocation failed, and plan later calls tighter. Returns the error to
-        raise: `failure` itself where no planned forward is in its backward."""
+        """Undo the call in whose backward an allocation failed (gradients, buffers and random states), and plan later
+        calls tighter. Returns the `StepMemoryError` to raise, which says whether all was undone; `failure` itself, with
+        nothing done, where no planned forward is in its backward."""
         forwards = self.entry.in_backward()
         if not forwards:
             return failure

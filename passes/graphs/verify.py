@@ -115,7 +115,8 @@ def check_structure(graph: Graph) -> None:
         raise VerifyError(None, f"graph.lint() says: {first_line}", mend) from error
     for node in graph.nodes:
         if "val" not in node.meta and node.users and node.op in ("placeholder", "call_function", "call_method"):
-            raise VerifyError(node.name, 'it has no meta["val"]', 'set meta["val"] where the pass makes the node')
+            mend = 'set node.meta["val"] to its fake value in the pass that makes this node'
+            raise VerifyError(node.name, 'it has no meta["val"]', mend)
 
 
 def check_signature(before: GraphModule, after: GraphModule) -> None:

@@ -88,7 +88,8 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("memopt::fp8_dequantize", mutates_args=())
 def fp8_dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the quantised matrix `narrow`, [rows, columns], multiplied with its scales, in `dtype`."""
+    """Returns the quantised matrix `narrow`, [rows, columns], multiplied with `scale`, whose shape says for which tile
+    each of its elements is (`tile_of`), in `dtype`."""
     return dequantize(narrow, scale, dtype)
 
 
