@@ -53,8 +53,8 @@ class Planned:
         )
 
     def report(self, path: str, frontier: Frontier[Plan] | None, cards: Sequence[OnCard]) -> None:
-        """Write the HTML page of the plan to `path`, as `Plan.report` does, with the plans for other budgets in `frontier`
-        (None: without them) and what each of `cards` would do."""
+        """Write the HTML page of the plan to `path`, as `Plan.report` does, with the plans for other budgets in
+        `frontier` (None: without them) and what each of `cards` would do."""
         step, recipes = self.details.step, self.details.recipes
         write_page(Path(path), page(self.plan, step, self.diff(), recipes, frontier, cards))
 

@@ -42,8 +42,8 @@ def emit_planned(
     allowed_sizes: Mapping[str, int],
 ) -> Emitted:
     """One region of a planned call as a function: `emit_region`, with the options that follow from the plan.
-    `allowed_sizes` has the largest value of each data-dependent size, by symbol name; the function raises `SizeOutgrown`
-    for larger ones."""
+    `allowed_sizes` has the largest value of each data-dependent size, by symbol name; for larger ones the function
+    raises `SizeOutgrown`."""
     # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
     adds = plan.account.gradients_held or not joint.fused
     limit = plan.budget_bytes - plan.account.context if plan.account.caching else None

@@ -76,13 +76,13 @@ class Executable:
         return self.step.rewriting_of_regions
 
     def find(self, run: RegionRun, first: int, trace: Trace) -> _FoundRun | None:
-        """The first planned run, from number `first` on, of the same place and joint graph as `run`, a run of a region in
-        the current forward, so that its schedule serves; None where there is none, or where `run` has larger sizes than
-        were planned for.
+        """The first planned run, from number `first` on, of the same place and joint graph as `run`, a run of a region
+        in the current forward, so that its schedule serves; None where there is none, or where `run` has larger sizes
+        than were planned for.
 
-        `trace` returns the joint graph of a region under a `Rewriting`. It is called where the region of `run` is not the
-        planned one: where the plan was made on fake tensors, or the same code was captured again under other guards or
-        for other sizes."""
+        `trace` returns the joint graph of a region under a `Rewriting`. It is called where the region of `run` is not
+        the planned one: where the plan was made on fake tensors, or the same code was captured again under other guards
+        or for other sizes."""
         for number in range(first, len(self.runs)):
             planned, joint = self.runs[number], self.step.regions[number]
             if planned.place != run.place:

@@ -41,9 +41,9 @@ class _WithStepBytes(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which other models held memory at one moment while a forward waited for its backward, or in that backward. Each is
-    given by its entry in the ledger: `waiting` has one for each forward that waited, in the order in which they began;
-    `runs` is that of the model whose forward or backward was running."""
+    """Which other models held memory at one moment while a forward waited for its backward, or in that backward. Each
+    is given by its entry in the ledger: `waiting` has one for each forward that waited, in the order in which they
+    began; `runs` is that of the model whose forward or backward was running."""
 
     waiting: tuple[weakref.ref[_WithStepBytes], ...]
     runs: weakref.ref[_WithStepBytes] | None = None

@@ -142,8 +142,8 @@ class StepMemory:
         return self.live_bytes[self.peak]
 
     def live(self, moment: int) -> Iterator[LiveRange]:
-        """The live ranges that contain `moment`, the position of an evaluation in the schedule; none at the moment after
-        the last evaluation, which is the optimizer's step."""
+        """The live ranges that contain `moment`, the position of an evaluation in the schedule; none at the moment
+        after the last evaluation, which is the optimizer's step."""
         if moment < len(self.evaluations):
             yield from (kept for kept in self.ranges if kept.first <= moment <= kept.last)
 

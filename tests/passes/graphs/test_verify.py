@@ -114,7 +114,9 @@ def test_a_call_that_cannot_run_is_named() -> None:
 def test_missing_metadata_is_named() -> None:
     graph_module = two_layers()
     del named(graph_module, "mm").meta["val"]
-    with pytest.raises(VerifyError, match=r'node mm: it has no meta\["val"\]; set meta\["val"\] where the pass makes'):
+    with pytest.raises(
+        VerifyError, match=r'node mm: it has no meta\["val"\]; set node.meta\["val"\] to its fake value'
+    ):
         verify(graph_module)
 
 
