@@ -58,7 +58,9 @@ class _OldObjects:
         self._known: list[weakref.ref[Any]] = []
         self._promoted: list[weakref.ref[Any]] = []
         """Those that have come to the oldest generation since the latest search."""
-        self._mark, self._frozen = _Mark(), 0
+        self._mark: _Mark | None = None
+        """None before the first search: what is older than this module may be in any generation."""
+        self._frozen = 0
 
     def with_young(self) -> list[Any]:
         """All living tensors, optimizers and marks, of any generation."""
@@ -66,7 +68,9 @@ class _OldObjects:
             if self._before_collection not in gc.callbacks:
                 gc.callbacks.append(self._before_collection)
             found, frozen = self._now(), gc.get_freeze_count()
-            if id(self._mark) not in found or frozen != self._frozen:  # gc.freeze() and gc.unfreeze() move objects, too
+            if (
+                self._mark is None or id(self._mark) not in found or frozen != self._frozen
+            ):  # gc.freeze() and gc.unfreeze() move objects, too
                 found = {id(one): one for one in _of(_KINDS, gc.get_objects())}
             self._known, self._mark, self._frozen = list(map(weakref.ref, found.values())), _Mark(), frozen
             return list(found.values())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.live_objects import live_objects
+from memopt.live_objects import _OldObjects, live_objects
 
 
 def walked() -> set[int]:
@@ -90,3 +90,14 @@ def test_only_the_first_search_goes_through_all_objects(monkeypatch: pytest.Monk
     monkeypatch.setattr(gc, "get_objects", get_objects)
     live_objects(torch.Tensor)
     assert asked == [0, 1]
+
+
+def test_the_first_search_finds_what_was_old_before() -> None:
+    """As in a process that trains before anything of memopt is used: models, states and other tensors were missed."""
+    old = torch.randn(3)
+    gc.collect()
+    objects = _OldObjects()
+    try:
+        assert id(old) in {id(one) for one in objects.with_young()}
+    finally:
+        gc.callbacks.remove(objects._before_collection)
