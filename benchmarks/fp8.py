@@ -64,7 +64,7 @@ class Kept:
     mode: str
     levers: tuple[str, ...]
     kept_gb: float
-    """What the forward saves for the backward."""
+    """GB that the forward saves for the backward."""
     weights_gb: float
     """The part of `kept_gb` that is copies of parameters."""
     step_ms: float

@@ -320,7 +320,7 @@ def tacotron2(optimize: Optimize, log: Log) -> None:
 
 
 def _tacotron_helpers() -> dict[str, Any]:
-    """What the model takes from files whose other contents need packages for audio, and CUDA."""
+    """Layers and functions of the model, from files that as a whole need packages for audio, and CUDA."""
     layers = definitions("tacotron2", "layers.py", librosa_mel_fn=None, STFT=None)
 
     def mask(lengths: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one card of a cluster holds under FSDP2: shards of everything, and the gathered groups of parameters."""
+"""The bytes that one card of a cluster holds under FSDP2: shards of all parameters and states, and gathered groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What commands show of a job's plan, kept on disk: a later command for the same job reads it instead of planning."""
+"""The details of a job's plan that commands show, on disk: a later command for the same job reads them instead of
+planning."""
 
 from __future__ import annotations
 

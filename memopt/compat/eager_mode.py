@@ -229,11 +229,9 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         (masking, "find_packed_sequence_indices", _finding_packed),
         (collecting, "maybe_install_capturing_hooks", _installing_while_traced),
     ]
-    if idle is not None:
-        changes[0] = masking, "find_packed_sequence_indices", lambda original: _unless_idle(_finding_packed(original))
-        changes += [
-            (masking, name, _unless_idle) for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
-        ]
+    if idle is not None:  # around the change above
+        skipped = "find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"
+        changes += [(masking, name, _unless_idle) for name in skipped]
     token = _IDLE.set(idle)
     try:
         with ExitStack() as stack:

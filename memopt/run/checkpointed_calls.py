@@ -66,7 +66,7 @@ class CheckpointedCalls:
         """For a call in a later step that is refused, of a model whose forwards run more or fewer operators: the choice
         of checkpoints that holds least, or `plain`, by which it runs beyond the budget; else None."""
         every = plain, *self._calls
-        if self.entry.stepped and len(self.entry.paths) > 1:
+        if self.entry.stepped and self.entry.paths_vary:
             for calls in reversed(every):
                 if (fits := calls.beyond(now)) is not None:
                     return calls, fits

@@ -183,8 +183,8 @@ class Entry:
     """Numbers of the tensors of a call that the caller was seen to change in place between a plain forward and its
     backward."""
     paths: set[int] = field(default_factory=set)
-    """The numbers of autograd nodes of forwards whose values or random numbers may choose what runs: as these were
-    counted, and as those that ran more."""
+    """The numbers of autograd nodes of forwards whose values or random numbers may choose which operators run: of those
+    that were counted, and of those that ran more."""
     graph: Retention = FREED
     """What backwards were seen to keep of their graphs at most (`retain_graph`), for which plain steps are counted."""
     seen_until_backward: bool = False
@@ -306,6 +306,11 @@ class Entry:
             return 0
         own = bytes_by_address([*self.model.parameters(), *self.model.buffers(), *inputs], self.device)
         return sum(nbytes for address, nbytes in there.items() if address not in own)
+
+    @property
+    def paths_vary(self) -> bool:
+        """Whether forwards were seen to run more or fewer operators than others."""
+        return len(self.paths) > 1
 
     def note_outputs_in_backward(self, nbytes: int) -> None:
         """Record how many bytes of a forward's outputs are still alive when its backward begins."""

@@ -400,7 +400,7 @@ class PlainCalls:
         # Later steps leave room for as many forwards as were seen before a backward.
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         first, most = next_node_number(), self._most_nodes(fitting, now.moment)
-        varies = len(self.entry.paths) > 1 or step.depends_on_values or step.draws or self._settings.have_schedule
+        varies = self.entry.paths_vary or step.depends_on_values or step.draws or self._settings.have_schedule
         may_end = now.may_end and varies and not around and most < _FAR * step.nodes
         try:
             with ends_beyond(self.model, call, most) if may_end else nullcontext():
@@ -453,7 +453,7 @@ class PlainCalls:
     def _went_further(self, now: CallInProgress, step: PlainStep, made: int) -> None:
         """Count such calls again after a forward that has run too many operators, and warn of it once."""
         self._forget(now)
-        known = len(self.entry.paths) > 1
+        known = self.entry.paths_vary
         self.entry.paths |= {step.nodes, made}
         if not known:
             budget, name = size(self.planner.terms.options.budget_bytes), type(self.model).__name__
