@@ -47,7 +47,7 @@ class AuthorModes:
         self.mode, self.planned_for = mode, planned_for
         self.authored: list[torch.autocast] = []
         """The open autocast blocks of the model itself, outermost first."""
-        self._ambient = autocast_is_on()
+        self._enclosed = autocast_blocks() > 0
         self._caching = [torch.is_autocast_cache_enabled()]
         self._casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         self._detached: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -68,7 +68,7 @@ class AuthorModes:
         with without_torch_functions():
             self.authored.pop().__exit__(None, None, None)
         self._caching.pop()
-        if not self.authored and not self._ambient:
+        if not self.authored and not self._enclosed:
             self._casts.clear()
 
     def see(self, trace: Callable[..., Any], within: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -167,6 +167,12 @@ def autocast_is_on() -> bool:
     return any(map(torch.is_autocast_enabled, DEVICES))
 
 
+def autocast_blocks() -> int:
+    """The number of `torch.autocast` blocks that this thread is in, those that switch it off included."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 def autocast_state() -> str:
     """A text that identifies the active autocast: device types, dtypes, and whether casts are cached; else empty."""
     types = {device: torch.get_autocast_dtype(device) for device in DEVICES if torch.is_autocast_enabled(device)}
@@ -203,14 +209,15 @@ class AutocastState:
     """The device types for which autocast is on, each with its dtype."""
     cached: bool
     """Whether casts of weights are kept until the outermost block ends."""
+    within: bool = False
+    """Whether there is such a block around the code, which need not switch autocast on."""
 
     @classmethod
     def now(cls) -> AutocastState:
         """The state of autocast in this thread now."""
         on = (device for device in DEVICES if torch.is_autocast_enabled(device))
-        return cls(
-            tuple((device, torch.get_autocast_dtype(device)) for device in on), torch.is_autocast_cache_enabled()
-        )
+        types = tuple((device, torch.get_autocast_dtype(device)) for device in on)
+        return cls(types, torch.is_autocast_cache_enabled(), autocast_blocks() > 0)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -223,4 +230,6 @@ class AutocastState:
                     on = device in wanted
                     dtype = wanted.get(device)
                     blocks.enter_context(torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=self.cached))
+            if self.within and not autocast_blocks():
+                blocks.enter_context(torch.autocast(HOST.type, enabled=False))
             yield

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from memopt.capture.author_modes import AutocastState, Untraceable, autocast_state
+from memopt.capture.author_modes import AutocastState, Untraceable, autocast_blocks, autocast_state
 from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, limits_by_operators, match, without_limit
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
 from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions, mark_checkpoints
 from memopt.capture.inner_outputs import feeding
-from memopt.capture.operators import OperatorGraph, operator_graph
+from memopt.capture.operators import OperatorGraph, has_autocast, operator_graph
 from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of
 from memopt.compat.dynamo import capture_settings, changes_objects, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
@@ -70,6 +70,8 @@ class RecordedRegion:
     the first backward."""
     _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
     """Operator graphs, by the device type that is planned for and the active autocast: at most two or three."""
+    _elsewhere: RecordedRegion | None = field(default=None, repr=False)
+    """The same region within a `torch.autocast` block of the caller's, or outside of any: see `as_called`."""
     failures_under_autocast: dict[torch.dtype, str] = field(default_factory=dict, repr=False)
     """The error of `for_autocast`, by the autocast dtype under which it was tried; empty where it runs."""
 
@@ -139,6 +141,24 @@ class RecordedRegion:
         (results,) = self.graph_module.graph.output_node().args
         values = [node.meta.get("example_value") for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+    @cached_property
+    def _has_autocast(self) -> bool:
+        return has_autocast(self.graph_module)
+
+    def as_called(self) -> RecordedRegion:
+        """The region for a call that runs now. Where its code opens autocast blocks, their casts of a weight are kept
+        until the caller's outermost block ends, if there is one, even if that block switches autocast off: that decides
+        in which dtype the weight's gradients are summed. Dynamo has no guard on it."""
+        within = autocast_blocks() > 0
+        if not self._has_autocast or within == self.autocast.within:
+            return self
+        if self._elsewhere is None:
+            autocast = replace(self.autocast, within=within)
+            self._elsewhere = replace(
+                self, autocast=autocast, _operator_graphs={}, failures_under_autocast={}, _elsewhere=self
+            )
+        return self._elsewhere
 
     @cached_property
     def for_autocast(self) -> fx.GraphModule:

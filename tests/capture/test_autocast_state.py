@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import memopt
 from examples.models.families import normals
 from memopt.capture.author_modes import AutocastState
 from tests.end_to_end.pieces import check, step, tight
@@ -43,3 +49,68 @@ def test_the_state_is_restored() -> None:
             assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
+
+
+def test_a_block_that_switches_autocast_off_is_restored() -> None:
+    with torch.autocast("cpu", enabled=False):
+        inside = AutocastState.now()
+    assert inside != AutocastState.now()
+    with inside.restored():
+        assert AutocastState.now() == inside
+
+
+class Blocks(nn.Module):
+    """A layer that is used three times, each in an autocast block of its own: in a block around them, even one that
+    switches autocast off, the three share the cast of the weight, so that its gradients are summed in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = self.layer(x)
+            x = x.float().tanh()
+        return x.square().mean()
+
+
+class Checkpointed(nn.Module):
+    """A layer that is used three times in one autocast block, which only code under a checkpoint opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def thrice(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                x = self.layer(x).float().tanh()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.thrice, x, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("make", [Blocks, Checkpointed])
+def test_gradients_are_summed_in_the_dtype_of_the_plain_model(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = make(), normals(8, 12, 32)
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1, example_inputs=(x,), precision="fp32", allow={"recompute"}, optimizer="sgd")
+
+    def gradients(one: nn.Module, around: AbstractContextManager[object]) -> list[Tensor | None]:
+        one.zero_grad()
+        with around:
+            loss = one(x)
+        loss.backward()
+        return [parameter.grad for parameter in one.parameters()]
+
+    for number, off in enumerate((False, True, False)):
+        ours, theirs = (
+            gradients(one, torch.autocast("cpu", enabled=False) if off else nullcontext()) for one in (model, plain)
+        )
+        for own, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=0, msg=f"step {number}")
