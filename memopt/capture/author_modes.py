@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.host import HOST
@@ -173,12 +174,6 @@ def autocast_blocks() -> int:
     return torch.autocast_decrement_nesting()
 
 
-def autocast_state() -> str:
-    """A text that identifies the active autocast: device types, dtypes, and whether casts are cached; else empty."""
-    types = {device: torch.get_autocast_dtype(device) for device in DEVICES if torch.is_autocast_enabled(device)}
-    return f"{types} {torch.is_autocast_cache_enabled()}" if types else ""
-
-
 def _autocast_device(args: Any, kwargs: Any) -> str | None:
     """The type of the device whose autocast applies to a call; None where none does."""
     on = [device for device in reversed(DEVICES) if torch.is_autocast_enabled(device)]
@@ -201,9 +196,18 @@ def _storage(value: torch.Tensor) -> int:
     return storage_key(value)
 
 
+_ATTENTION = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
+
+
 @dataclass(frozen=True)
-class AutocastState:
-    """Whether autocast is on for each device type, with which dtype, and with or without its cache of casts."""
+class CallerModes:
+    """The modes of the caller's code that choose operators, and that Dynamo has no guards on or that do not last until
+    the backward: autocast, and the kernels of attention."""
 
     types: tuple[tuple[str, torch.dtype], ...]
     """The device types for which autocast is on, each with its dtype."""
@@ -211,18 +215,21 @@ class AutocastState:
     """Whether casts of weights are kept until the outermost block ends."""
     within: bool = False
     """Whether there is such a block around the code, which need not switch autocast on."""
+    attention: tuple[SDPBackend, ...] = ()
+    """The kernels that `scaled_dot_product_attention` may choose from (`torch.nn.attention.sdpa_kernel`)."""
 
     @classmethod
-    def now(cls) -> AutocastState:
-        """The state of autocast in this thread now."""
+    def now(cls) -> CallerModes:
+        """The modes of this thread now."""
         on = (device for device in DEVICES if torch.is_autocast_enabled(device))
         types = tuple((device, torch.get_autocast_dtype(device)) for device in on)
-        return cls(types, torch.is_autocast_cache_enabled(), autocast_blocks() > 0)
+        attention = tuple(kernel for kernel, is_allowed in _ATTENTION.items() if is_allowed())  # type: ignore[no-untyped-call]
+        return cls(types, torch.is_autocast_cache_enabled(), autocast_blocks() > 0, attention)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A block in which autocast is in this state."""
-        present = AutocastState.now()
+        """A block in which the modes are these."""
+        present = CallerModes.now()
         wanted, given = dict(self.types), dict(present.types)
         with ExitStack() as blocks:
             for device in DEVICES:
@@ -232,4 +239,6 @@ class AutocastState:
                     blocks.enter_context(torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=self.cached))
             if self.within and not autocast_blocks():
                 blocks.enter_context(torch.autocast(HOST.type, enabled=False))
+            if self.attention != present.attention:
+                blocks.enter_context(sdpa_kernel(list(self.attention)))
             yield

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.capture.author_modes import AutocastState
+from memopt.capture.author_modes import CallerModes
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.dynamo_graph import BUFFERS_WRITTEN_ONCE
@@ -442,7 +442,7 @@ class Session:
         if plan is None or not self._alone:
             self._shown = plan, lambda: plan
             return
-        given = plan, on_meta(now.call), now.situation, AutocastState.now()
+        given = plan, on_meta(now.call), now.situation, CallerModes.now()
 
         @cache
         def shown() -> Plan:
@@ -520,10 +520,10 @@ class Session:
             if group := self.share.moment(call, situation).group_situation:
                 situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
             optimizer_choice.check_allowed()
-            own_types = AutocastState.now()
+            modes = CallerModes.now()
             with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():
                 try:
-                    plan = calls.plan(call, situation, own_types, advise=advise)
+                    plan = calls.plan(call, situation, modes, advise=advise)
                 except BudgetError as refused:
                     whole = self.share.ledger.for_whole_step(self.share.entry, refused)
                     raise (self._log.refused(whole) if self.options.to_train else refused) from None

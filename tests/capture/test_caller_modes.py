@@ -1,4 +1,4 @@
-"""Autocast that a model's forward switches on around a graph break: each region is traced under it."""
+"""Modes of the code around a region, in which it is traced: autocast, and the kernels of attention."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import memopt
 from examples.models.families import normals
-from memopt.capture.author_modes import AutocastState
+from memopt.capture.author_modes import CallerModes
 from tests.end_to_end.pieces import check, step, tight
 
 
@@ -40,12 +42,12 @@ def test_regions_are_traced_under_the_autocast_around_them() -> None:
 
 def test_the_state_is_restored() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        inside = AutocastState.now()
+        inside = CallerModes.now()
     with inside.restored():
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
         assert not torch.is_autocast_cache_enabled()
-        with AutocastState((), cached=True).restored():
+        with CallerModes((), cached=True).restored():
             assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
@@ -53,10 +55,10 @@ def test_the_state_is_restored() -> None:
 
 def test_a_block_that_switches_autocast_off_is_restored() -> None:
     with torch.autocast("cpu", enabled=False):
-        inside = AutocastState.now()
-    assert inside != AutocastState.now()
+        inside = CallerModes.now()
+    assert inside != CallerModes.now()
     with inside.restored():
-        assert AutocastState.now() == inside
+        assert CallerModes.now() == inside
 
 
 class Blocks(nn.Module):
@@ -114,3 +116,33 @@ def test_gradients_are_summed_in_the_dtype_of_the_plain_model(make: type[nn.Modu
         )
         for own, expected in zip(ours, theirs, strict=True):
             torch.testing.assert_close(own, expected, rtol=0, atol=0, msg=f"step {number}")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.layer(x).chunk(3, -1), is_causal=True).square().mean()
+
+
+@pytest.mark.plans_always
+def test_the_kernel_of_attention_is_the_one_that_the_caller_allows() -> None:
+    """Also where a plan was made ahead, and where steps differ in it: Dynamo has no guard on it."""
+    torch.manual_seed(0)
+    model, x = Attention(), normals(2, 4, 64, 32)
+    plain = copy.deepcopy(model)
+    memopt.optimize(model, 1, example_inputs=(x,), precision="fp32", allow={"recompute"}, optimizer="sgd")
+    kernels = ([SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    found = []
+    for allowed in (*kernels, *kernels):
+        for one in (model, plain):
+            one.zero_grad()
+            with sdpa_kernel(allowed):
+                loss = one(x)
+            loss.backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(own.grad, expected.grad) for own, expected in pairs)
+        found.append(plain.layer.weight.grad)
+    assert not torch.equal(*found[:2])
