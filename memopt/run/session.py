@@ -115,7 +115,7 @@ class Session:
         if self._loss_to_come is not None:
             loss, self._loss_to_come = self._loss_to_come, None
             return loss(*args)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (torch.compiler.is_dynamo_compiling() or self._is_compiling_in_turn()):
             return self.uncompiled(*args, **kwargs) if self.trains() else self._plain(self.forward, *args, **kwargs)
         return self._run(self.forward, (args, kwargs))
 
@@ -143,6 +143,12 @@ class Session:
         """A block in which no other thread records, plans or runs a training call, as these set state of the process.
         Without this lock where ranks wait for each other: the ranks may be threads."""
         return _IN_TURN if self._alone else nullcontext()
+
+    def _is_compiling_in_turn(self) -> bool:
+        """Whether something is being compiled or exported once no other thread records or plans: torch knows whether
+        anything is, not in which thread."""
+        with self._in_turn():
+            return torch.compiler.is_compiling()
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Any:
         """The loss of a batch, with model and loss function in one planned region. `model` is the
