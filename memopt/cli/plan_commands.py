@@ -150,12 +150,10 @@ def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
 
     found = planned(job)
     other = planned(replace(job, budget_gb=against)) if against is not None else None
-    if stage is not None:
-        diffs = found.diff(other).of_stage(stage) if other else found.live().diff(stage, order=order)
-        _show_stage(diffs, stage, job)
-        return
     diff = found.diff(other, order=order)
-    if job.json:
+    if stage is not None:
+        _show_stage(diff.of_stage(stage), stage, job)
+    elif job.json:
         show_json({"summary": diff.summary(), "changes": [asdict(change) for change in diff.changes]})
     else:
         show(diff)
