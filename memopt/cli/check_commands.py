@@ -76,6 +76,7 @@ def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
     import torch
 
     import memopt
+    from memopt.cli.shapes import highest_values
     from memopt.device import device_here
 
     device = device_here()
@@ -85,7 +86,9 @@ def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
         raise UsageError(f"check trains on this machine's {device.type}, not on {named}; leave --device out")
     if options["optimizer"] is None:
         raise UsageError("check needs an optimizer; leave --optimizer out, or name one")
-    batch = _random_batch(prepared, device)
+    torch.manual_seed(0)
+    highest = highest_values(prepared.model, prepared.shapes)
+    batch = prepared.batch(lambda name: prepared.shapes[name].random(device, highest[name]))
     torch.manual_seed(0)
     model = prepared.build()[0].to(device).train()
     memopt.optimize(model, prepared.budget_gb, example_inputs=batch, **options)
@@ -93,16 +96,6 @@ def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
     optimizer = getattr(torch.optim, names[options["optimizer"].lower()])(model.parameters())
     optimizer = memopt.wrap_optimizer(model, optimizer)
     return memopt.check(model, optimizer, batch), memopt.compare(model, batch)
-
-
-def _random_batch(prepared: Prepared, device: Any) -> Any:
-    import torch
-
-    from memopt.cli.shapes import highest_values
-
-    torch.manual_seed(0)
-    highest = highest_values(prepared.model, prepared.shapes)
-    return prepared.batch(lambda name: prepared.shapes[name].random(device, highest[name]))
 
 
 def _exact(comparison: Comparison) -> bool:

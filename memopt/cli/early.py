@@ -134,7 +134,7 @@ def _check_architecture(name: str) -> None:
     """Raise `UsageError` for a name that neither transformers has nor a model in the local cache of the Hugging Face
     hub. Without transformers, any name passes."""
     types, texts = _model_types()
-    if not types or _squeezed(name) in set(map(_squeezed, types)) or is_cached(name):
+    if not types or squeezed(name) in set(map(squeezed, types)) or is_cached(name):
         return
     models = _models_folder()
     if re.fullmatch(r"[A-Z]\w+", name) and (
@@ -192,5 +192,6 @@ def no_model(name: str, types: Iterable[str]) -> UsageError:
     )
 
 
-def _squeezed(name: str) -> str:
+def squeezed(name: str) -> str:
+    """A name in small letters and digits."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
