@@ -8,7 +8,7 @@ import click
 
 from memopt.cli.failures import FAILED, UsageError
 from memopt.cli.job import Job, Prepared, takes_job
-from memopt.cli.output import check_file, show, show_json
+from memopt.cli.output import answer, check_file
 
 if TYPE_CHECKING:
     from memopt import AccountCheck, Comparison
@@ -63,10 +63,8 @@ def check(job: Job, locked: str | None) -> int | None:
     prepared = job.prepare()
     account, comparison = _trained(prepared)
     held, exact = account.total.measured_bytes <= prepared.budget_gb * 1024**3, _exact(comparison)
-    if job.json:
-        show_json(_figures(account, comparison, held, exact))
-    else:
-        show(str(account), "", str(comparison), "", _verdict(held, exact))
+    tables = str(account), "", str(comparison), "", _verdict(held, exact)
+    answer(job, _figures(account, comparison, held, exact), *tables)
     return None if held and exact else FAILED
 
 
