@@ -209,11 +209,7 @@ class _Advice:
         with planner.terms.types(), torch.enable_grad():
             captured = planner.capture_on_fakes(on_meta(call), planner.optimizer_choice.narrowed)
             recorded = Recorded(planner, captured, call, situation)
-            for levers in reversed(planner.terms.lever_sets[: number + 1]):
-                with contextlib.suppress(NothingToRewrite):
-                    traced = recorded.trace(levers)
-                    return traced.price(traced.account()).smallest()[0]
-        raise AssertionError("the empty set of levers was tried, and needs nothing to rewrite")
+            return next(recorded.from_tightest(planner.terms.lever_sets[: number + 1])).smallest()[0]
 
 
 def _name_of(optimizer: Any) -> str:

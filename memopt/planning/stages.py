@@ -7,7 +7,7 @@ Calls in one region, in several, and with a plan from disk go through these stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -60,16 +60,19 @@ class Recorded:
         """The call with a batch `batches` times as large, priced under all levers that find something to rewrite in it.
         Raises `CaptureError` as `trace` does, and where a larger batch cannot be captured on fake tensors."""
         with self.planner.terms.types(), torch.enable_grad():
-            recorded = self if batches == 1 else self._larger(batches)
-            for levers in reversed(self.planner.terms.lever_sets):
-                with suppress(NothingToRewrite):
-                    traced = recorded.trace(levers)
-                    return traced.price(traced.account())
-        raise AssertionError("the empty set of levers was tried, and needs nothing to rewrite")
+            recorded = self
+            if batches > 1:
+                call = with_batches(self.call, batches)
+                recorded = Recorded(self.planner, self.planner.capture_on_fakes(call, None), call, Situation())
+            return next(recorded.from_tightest(self.planner.terms.lever_sets))
 
-    def _larger(self, batches: int) -> Recorded:
-        call = with_batches(self.call, batches)
-        return Recorded(self.planner, self.planner.capture_on_fakes(call, None), call, Situation())
+    def from_tightest(self, lever_sets: Sequence[Rewriting]) -> Iterator[Priced]:
+        """Yields the call priced under each of these sets of levers, the last one first, without those whose last lever
+        finds nothing to rewrite. Raises `CaptureError` as `trace` does."""
+        for levers in reversed(lever_sets):
+            with suppress(NothingToRewrite):
+                traced = self.trace(levers)
+                yield traced.price(traced.account())
 
     def candidates(
         self,
