@@ -217,13 +217,11 @@ class Plan(PlanViews):
 
         Raises `ValueError` for another name, and for a plan that was loaded from a file.
         """
-        captured = self._source().priced.traced
         if isinstance(stage, Plan):
-            others = stage._source().priced.traced
-            return shown("views").plans_diff(self, captured, stage, others, order=order)
+            return shown("views").plans_diff(self, stage, order=order)
         if stage is None:
-            return shown("views").plan_diff(self, captured, order=order)
-        return stage_diff(captured, self.regions, stage, order=order)
+            return shown("views").plan_diff(self, order=order)
+        return stage_diff(self._source().priced.traced, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:
         """The captured joint graph as a `networkx.DiGraph`; an edge leads from a node to each node that reads it.
