@@ -77,9 +77,10 @@ def max_length(job: Job, multiple_of: int, at_most: int | None, max_added_time: 
         """The shape with the length replaced by `size`, in each dimension but the first: a mask may have it twice."""
         return shape.with_sizes((*shape.sizes[:1], *(size if one == length else one for one in shape.sizes[1:])))
 
-    positions = most_positions(prepared.model)
-    limits = {"multiple_of": multiple_of, "at_most": at_most or positions, "max_added_time": max_added_time}
-    capped = "--at-most asks for no more" if at_most else "its configuration has no more positions"
+    capped = "--at-most asks for no more"
+    if at_most is None:
+        at_most, capped = most_positions(prepared.model), "its configuration has no more positions"
+    limits = {"multiple_of": multiple_of, "at_most": at_most, "max_added_time": max_added_time}
     _show_largest(job, prepared, "length", sized, memopt.max_length, limits, f"{capped}; more may fit")
 
 
