@@ -219,8 +219,10 @@ class _Values:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> _Values:
-        """Tensors at their present versions; each is given with a copy of its values, or None for no copy."""
-        return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors]))
+        """Tensors at their present versions; each is given with a copy of its values, or None for no copy. Tensors made
+        in inference mode, which have no version, are left out: outside of it nothing can write to them."""
+        versioned = ((tensor, kept) for tensor, kept in tensors if not tensor.is_inference())
+        return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in versioned]))
 
     def with_written(self, tensors: Iterable[torch.Tensor]) -> _Values:
         """These values, and further tensors without copies that always count as written to, since the forward is known
