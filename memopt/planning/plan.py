@@ -217,11 +217,12 @@ class Plan(PlanViews):
 
         Raises `ValueError` for another name, and for a plan that was loaded from a file.
         """
+        step = self._source().priced
         if isinstance(stage, Plan):
-            return shown("views").plans_diff(self, stage, order=order)
+            return shown("views").plans_diff(self, step, stage, stage._source().priced, order=order)
         if stage is None:
-            return shown("views").plan_diff(self, order=order)
-        return stage_diff(self._source().priced.traced, self.regions, stage, order=order)
+            return shown("views").plan_diff(self, step, order=order)
+        return stage_diff(step.traced, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:
         """The captured joint graph as a `networkx.DiGraph`; an edge leads from a node to each node that reads it.

@@ -13,7 +13,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_changes import pass_changes, schedule_changes
 from memopt.planning.plan_graphs import PlanDiff, StageDiff
 from memopt.planning.plan_views import Format
-from memopt.planning.priced_step import TracedStep
+from memopt.planning.priced_step import PricedStep, TracedStep
 from memopt.show.bands import heart
 from memopt.show.drawing import write_figure
 from memopt.show.exports import write_export
@@ -60,9 +60,8 @@ def _drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
     return draw() if path is None else write_figure(draw, Path(path))
 
 
-def plan_diff(plan: Plan, *, order: bool) -> PlanDiff:
+def plan_diff(plan: Plan, step: PricedStep, *, order: bool) -> PlanDiff:
     """The changes of a plan to the captured step: see `Plan.diff`."""
-    step = plan.solved[0]
     changes = [*pass_changes(step.traced), *schedule_changes(step.traced, step.problem, plan.regions, order=order)]
     for path, nbytes in plan.kept:
         reason = "so that its backward gathers nothing"
@@ -87,7 +86,7 @@ def diff_between(
     return PlanDiff(title, between(others.changes, own.changes), tuple(modules), of_stage)
 
 
-def plans_diff(plan: Plan, other: Plan, *, order: bool) -> PlanDiff:
+def plans_diff(plan: Plan, step: PricedStep, other: Plan, others: PricedStep, *, order: bool) -> PlanDiff:
     """The changes that only one of two plans makes: see `Plan.diff`."""
 
     def of_stage(stage: str) -> StageDiff:
@@ -103,7 +102,7 @@ def plans_diff(plan: Plan, other: Plan, *, order: bool) -> PlanDiff:
             )
         return StageDiff(tuple(diff_graphs(old, new, order=order) for old, new in zip(before, after, strict=True)))
 
-    own, before = plan_diff(plan, order=order), plan_diff(other, order=order)
+    own, before = plan_diff(plan, step, order=order), plan_diff(other, others, order=order)
     return diff_between(plan, own, other, before, of_stage)
 
 
