@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import memopt
+from benchmarks import processes
 from benchmarks.card_models import card_models
 from benchmarks.gpu_models import Size, made
 from benchmarks.stamp import stamp, write_result
@@ -249,15 +248,9 @@ def stepping(
 
 def in_process(job: Job) -> Iterator[Record]:
     """Yield a job's records, run in a process of its own, as they come."""
-    command = [sys.executable, "-m", "benchmarks.card_bytes", "--job", json.dumps(asdict(job))]
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if job.expandable else {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **setting}) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            if line.startswith("{"):
-                yield Record(**json.loads(line))
-    if child.returncode:
-        print(f"{job} ended with {child.returncode}", file=sys.stderr)
+    for record in processes.records_of("card_bytes", "--job", json.dumps(asdict(job)), **setting):
+        yield Record(**record)
 
 
 def show(records: list[Record]) -> None:

@@ -29,8 +29,6 @@ import logging
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -44,6 +42,7 @@ import transformers
 from torch import nn
 
 import memopt
+from benchmarks.processes import record_of
 from benchmarks.stamp import stamp, write_result
 from memopt.account.account import distinct_bytes
 from memopt.capture.region import RecordedRegion
@@ -234,13 +233,11 @@ def budget(name: str, *, small: bool) -> dict[str, float]:
 def in_a_process(*arguments: str) -> dict[str, Any]:
     """Run this file in a new process, with an empty folder for plans."""
     with tempfile.TemporaryDirectory() as folder:
-        surroundings = {**os.environ, "MEMOPT_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
-        if "budget" in arguments:
-            surroundings["MEMOPT_PLAN"] = "always"
-        command = [sys.executable, "-m", "benchmarks.lengths", "--child", *arguments]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=surroundings, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        always = {"MEMOPT_PLAN": "always"} if "budget" in arguments else {}
+        found: dict[str, Any] = record_of(
+            "lengths", "--child", *arguments, MEMOPT_CACHE_DIR=folder, OMP_NUM_THREADS="1", **always
+        )
+        return found
 
 
 def kept(folder: Path | None, *arguments: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -37,6 +36,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import memopt
 from benchmarks.pictures import AFTER, BEFORE, binned, blank
+from benchmarks.processes import record_of
 from benchmarks.stamp import stamp, write_result
 from memopt.device import hardware_of
 from memopt.meter import PeakMeter
@@ -315,15 +315,6 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     )) + "\n"  # fmt: skip
 
 
-def in_own_process(name: str) -> dict[str, Any]:
-    """Try a lever in a new process, which draws its picture, and return its record."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.levers", "--one", name], stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main(arguments: Sequence[str] | None = None, names: Collection[str] = RUNGS) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=names, default=list(names))
@@ -336,7 +327,7 @@ def main(arguments: Sequence[str] | None = None, names: Collection[str] = RUNGS)
         return
     results = json.loads(RESULT.read_text(encoding="utf-8"))["levers"] if RESULT.exists() else {}
     for name in chosen.only:
-        results[name] = in_own_process(name)
+        results[name] = record_of("levers", "--one", name)  # the new process draws its picture
         print(name, results[name], file=sys.stderr, flush=True)
         results = {one: results[one] for one in names if one in results}
         write_result(RESULT, {**stamp(), "levers": results})

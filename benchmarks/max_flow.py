@@ -14,7 +14,6 @@ import importlib.metadata
 import json
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.processes import record_of
 from benchmarks.stamp import stamp, write_result
 from examples.models.problems import transformer
 from memopt.solver.arrays import Flags, Floats, Ints
@@ -152,12 +152,12 @@ def installed_mb(method: str) -> float | None:
 
 def run(problem: str, method: str) -> dict[str, Any]:
     """`measure` in a process of its own; a row without figures if it takes too long."""
-    command = [sys.executable, "-m", "benchmarks.max_flow", "--problem", problem, "--method", method]
+    arguments = "--problem", problem, "--method", method
     try:
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
+        found: dict[str, Any] = record_of("max_flow", *arguments, limit_seconds=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         return {"problem": problem, "method": method, "over_seconds": LIMIT_SECONDS}
-    return json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

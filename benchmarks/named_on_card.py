@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ import torch
 import memopt
 from benchmarks.card_bytes import MOST, TINY_GB
 from benchmarks.gpu_models import Size, made
+from benchmarks.processes import records_of
 from benchmarks.stamp import stamp, write_result
 from benchmarks.vision_models import VISION
 from memopt.errors import GIB, round_up
@@ -151,18 +151,6 @@ def trials(name: str, size: Size, backend: str) -> Iterator[Trial]:
     yield job.tried("used", job.named_gb())
 
 
-def in_process(*arguments: str) -> Iterator[Trial]:
-    """The trials of a model in a process of its own, as they come."""
-    command = [sys.executable, "-m", "benchmarks.named_on_card", "--job", json.dumps(arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            if line.startswith("{"):
-                yield Trial(**json.loads(line))
-    if child.returncode:
-        print(f"{arguments} ended with {child.returncode}", file=sys.stderr)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="models", default=list(VISION))
@@ -182,9 +170,10 @@ def main() -> None:
         if sum(row.model == name for row in rows) == len(BETWEEN) + 2:
             continue
         rows = [row for row in rows if row.model != name]
-        for trial in in_process(name, "tiny" if chosen.tiny else "real", chosen.backend):
-            rows.append(trial)
-            print(trial, file=sys.stderr, flush=True)
+        job = json.dumps((name, "tiny" if chosen.tiny else "real", chosen.backend))
+        for record in records_of("named_on_card", "--job", job):
+            rows.append(Trial(**record))
+            print(rows[-1], file=sys.stderr, flush=True)
             write_result(chosen.to, {**stamp(), "rows": [*map(asdict, rows)]})
     print(f"{sum(row.good for row in rows)} of {len(rows)} good")
 

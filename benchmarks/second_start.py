@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ from torch import nn
 
 import memopt
 from benchmarks.gpu_models import Batch, images, library, text
+from benchmarks.processes import record_of
 from benchmarks.stamp import stamp, write_result
 from memopt.planning import plan_cache
 from memopt.planning.job_key import PlanJob
@@ -98,10 +97,8 @@ def timed(seconds: list[float], owner: Any, name: str) -> Iterator[None]:
 
 
 def in_a_process(name: str, budget_gb: float, ahead: bool, folder: str) -> Start:
-    command = [sys.executable, "-m", "benchmarks.second_start", "--start", name, str(budget_gb), str(int(ahead))]
-    surroundings = {**os.environ, "MEMOPT_CACHE_DIR": folder, "MEMOPT_CACHE": "1"}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=surroundings, text=True)
-    return Start(**json.loads(done.stdout.splitlines()[-1]))
+    arguments = "--start", name, str(budget_gb), str(int(ahead))
+    return Start(**record_of("second_start", *arguments, MEMOPT_CACHE_DIR=folder, MEMOPT_CACHE="1"))
 
 
 def compare(name: str) -> Iterator[dict[str, Any]]:

@@ -22,8 +22,6 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +35,7 @@ from torch import nn
 import memopt
 from benchmarks.card_models import card_models
 from benchmarks.gpu_models import Candidate, library, text
+from benchmarks.processes import record_of
 from benchmarks.stamp import stamp, write_result
 
 TOO_SMALL_GB = 0.01
@@ -148,12 +147,9 @@ def main() -> None:
     if chosen.row is not None:
         print(json.dumps(measure(int(chosen.row)) if chosen.row.isdecimal() else measure_real(chosen.row)))
         return
-    environment = {**os.environ, "MEMOPT_CACHE": "0", "OMP_NUM_THREADS": "1"}
     rows = []
     for row in (*chosen.layers, *chosen.models):
-        command = [sys.executable, "-m", "benchmarks.starts", "--row", str(row)]
-        printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-        rows.append(json.loads(printed.splitlines()[-1]))
+        rows.append(record_of("starts", "--row", str(row), MEMOPT_CACHE="0", OMP_NUM_THREADS="1"))
         print(rows[-1], flush=True)
         write_result(RESULT, {**stamp(), "rows": rows})
 

@@ -213,7 +213,21 @@ def max_batch(
         ValueError: a batch of `multiple_of` adds more than `max_added_time`, or memory does not grow with the size;
             other errors are as in `plan`.
     """
-    return _largest(model, budget_gb, make_inputs, multiple_of, at_most, max_added_time, options)
+    step = positive_int("multiple_of", multiple_of)
+    most = None if at_most is None else positive_int("at_most", at_most)
+    checked = check_options(budget_gb, **options)
+    if not callable(make_inputs):
+        raise TypeError(f"make_inputs must be a function from a size to example inputs, not {make_inputs!r}")
+    call = _planned(model, checked)
+    added = math.inf if max_added_time is None else check_share("max_added_time", max_added_time)
+
+    def plan(size: int) -> Plan:
+        return call.plan(make_inputs(size), advise=False)
+
+    def estimate(size: int) -> int:
+        return call.estimated_bytes(make_inputs(size))
+
+    return LargestSize(plan, checked.budget_bytes, step, most, added, estimate).find()
 
 
 @takes_options(PlanOptions, DEFAULTS)
@@ -244,34 +258,15 @@ def max_length(
     Raises:
         BudgetError, ValueError: as in `max_batch`.
     """
-    return _largest(model, budget_gb, make_inputs, multiple_of, at_most, max_added_time, options)
-
-
-def _largest(
-    model: nn.Module,
-    budget_gb: float,
-    make_inputs: Callable[[int], Any],
-    multiple_of: int,
-    at_most: int | None,
-    max_added_time: float | None,
-    options: PlanOptions,
-) -> int:
-    """The largest size of `make_inputs` that fits: see `max_batch`."""
-    step = positive_int("multiple_of", multiple_of)
-    most = None if at_most is None else positive_int("at_most", at_most)
-    checked = check_options(budget_gb, **options)
-    if not callable(make_inputs):
-        raise TypeError(f"make_inputs must be a function from a size to example inputs, not {make_inputs!r}")
-    call = _planned(model, checked)
-    added = math.inf if max_added_time is None else check_share("max_added_time", max_added_time)
-
-    def plan(size: int) -> Plan:
-        return call.plan(make_inputs(size), advise=False)
-
-    def estimate(size: int) -> int:
-        return call.estimated_bytes(make_inputs(size))
-
-    return LargestSize(plan, checked.budget_bytes, step, most, added, estimate).find()
+    return max_batch(
+        model,
+        budget_gb,
+        make_inputs,
+        multiple_of=multiple_of,
+        at_most=at_most,
+        max_added_time=max_added_time,
+        **options,
+    )
 
 
 def plan_of(model: nn.Module) -> Plan:

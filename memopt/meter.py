@@ -13,7 +13,7 @@ import torch
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import plain_tensors
-from memopt.compat.tensors import is_wrapper, storages_of
+from memopt.compat.tensors import is_wrapper, special_kind, storages_of
 from memopt.device.devices import DEVICES, device_in_use, device_of
 from memopt.live_objects import live_objects
 from passes.ops.offload_ops import host_memory
@@ -177,13 +177,14 @@ def largest_at(
     addresses: Collection[int], tensors: Iterable[torch.Tensor], device: torch.device
 ) -> dict[int, torch.Tensor]:
     """For each of these addresses of memory blocks, the largest tensor in the block among the tensors and their
-    gradients."""
-    found: dict[int, torch.Tensor] = {}
+    gradients; a sparse or nested one only where no other lies in it."""
+    found: dict[int, tuple[int, torch.Tensor]] = {}
     with plain_tensors(), torch.no_grad():
         for tensor, address, _ in _blocks(tensors, device) if addresses else ():
-            if address in addresses and (address not in found or tensor.nbytes > found[address].nbytes):
-                found[address] = tensor
-    return found
+            nbytes = 0 if special_kind(tensor) else tensor.nbytes
+            if address in addresses and (address not in found or nbytes > found[address][0]):
+                found[address] = nbytes, tensor
+    return {address: tensor for address, (_, tensor) in found.items()}
 
 
 def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[tuple[torch.Tensor, int, int]]:

@@ -219,8 +219,10 @@ class _Values:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> _Values:
-        """Tensors at their present versions; each is given with a copy of its values, or None for no copy."""
-        return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in tensors]))
+        """Tensors at their present versions; each is given with a copy of its values, or None for no copy. Tensors made
+        in inference mode, which have no version, are left out: outside of it nothing can write to them."""
+        versioned = ((tensor, kept) for tensor, kept in tensors if not tensor.is_inference())
+        return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in versioned]))
 
     def with_written(self, tensors: Iterable[torch.Tensor]) -> _Values:
         """These values, and further tensors without copies that always count as written to, since the forward is known
@@ -342,8 +344,8 @@ class CallState:
 def undo_bytes(model: nn.Module, block_bytes: int) -> int:
     """The bytes that the copies in a model's `CallState` take on its device, each rounded up to blocks of
     `block_bytes`."""
-    copied = [one.nbytes for one in _beside_parameters(model) if one.nbytes <= _COPIED_BYTES]
-    return sum(-(-nbytes // block_bytes) * block_bytes for nbytes in copied)
+    copied = filter(_is_small, _beside_parameters(model))
+    return sum(-(-one.nbytes // block_bytes) * block_bytes for one in copied)
 
 
 def _beside_parameters(model: nn.Module) -> list[torch.Tensor]:
@@ -356,9 +358,14 @@ def _beside_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 def _set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy of a tensor on its device, if it is small and plain, else None; on the CPU in numpy's memory."""
-    if special_kind(tensor) or tensor.nbytes > _COPIED_BYTES:
+    if not _is_small(tensor):
         return None
     return _apart(tensor) if is_on_host(tensor) else tensor.detach().clone()
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is so small, and plain, that it is copied before each forward."""
+    return not special_kind(tensor) and tensor.nbytes <= _COPIED_BYTES
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

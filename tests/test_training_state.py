@@ -11,6 +11,7 @@ from torch import nn
 from memopt.meter import measure_peak
 from memopt.training_state import (
     CallState,
+    ForwardState,
     TrainingState,
     generator_states,
     parameters_restored,
@@ -159,3 +160,14 @@ def test_values_that_are_no_numbers_count_as_written_to_only_if_they_are(model: 
         model.norm.weight[1] = 5
     assert model.norm.weight[1] == 1
     assert written_parameters(model) == [model.norm.weight]
+
+
+def test_buffers_made_in_inference_mode_are_left_out() -> None:
+    """They have no version, and nothing can write to them outside of that mode."""
+    model = nn.Linear(4, 4)
+    with torch.inference_mode():
+        model.register_buffer("mask", torch.ones(4))
+    assert CallState.of(model, ()).undo()
+    before = ForwardState.of(model, (), ())
+    assert before.can_be_undone()
+    before.undo()

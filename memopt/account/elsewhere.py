@@ -124,10 +124,10 @@ def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device
     """The dtypes, shapes and bytes of the tensors in the largest of these blocks, the largest tensor in each."""
     addresses = nlargest(_SHOWN, blocks, key=blocks.__getitem__)
     largest = largest_at(addresses, tensors, device)
-    described = [(largest[address], blocks[address]) for address in addresses if address in largest]
+    described = [(largest[address], size(blocks[address])) for address in addresses if address in largest]
     return tuple(
-        f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} of {size(nbytes)}"
-        for tensor, nbytes in described
+        f"{str(one.dtype).removeprefix('torch.')} {'nested' if one.is_nested else list(one.shape)} of {nbytes}"
+        for one, nbytes in described
     )
 
 

@@ -11,6 +11,7 @@ from memopt.capture.dynamo_graph import AUTHOR_CHECKPOINT
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts
 from memopt.planning.plan import Plan
+from memopt.planning.plan_views import named_nodes
 from memopt.show.step import Step, StepMemory
 from memopt.show.step_of_plan import smallest_memory, step_of
 from passes.graphs.node_facts import is_tangent, module_path
@@ -119,13 +120,8 @@ def _given(plan: Plan) -> Iterator[tuple[str, tuple[str, str, str], int]]:
 
 def _checkpointed(plan: Plan) -> set[str]:
     """The names in `Step.ops` of the operators that the model's author has put under activation checkpoints."""
-    regions = plan.solved[0].traced.regions
-    return {
-        f"{number}." * (len(regions) > 1) + node.name
-        for number, region in enumerate(regions)
-        for node in region.module.graph.nodes
-        if AUTHOR_CHECKPOINT in node.meta.get("custom", ())
-    }
+    nodes = named_nodes(plan.solved[0].traced)
+    return {name for name, _, node in nodes if AUTHOR_CHECKPOINT in node.meta.get("custom", ())}
 
 
 def _alike(rows: Iterable[LockedRow]) -> Iterator[LockedRow]:

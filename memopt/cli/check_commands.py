@@ -8,7 +8,7 @@ import click
 
 from memopt.cli.failures import FAILED, UsageError
 from memopt.cli.job import Job, Prepared, takes_job
-from memopt.cli.output import check_file, show, show_json
+from memopt.cli.output import answer, check_file
 
 if TYPE_CHECKING:
     from memopt import AccountCheck, Comparison
@@ -63,10 +63,8 @@ def check(job: Job, locked: str | None) -> int | None:
     prepared = job.prepare()
     account, comparison = _trained(prepared)
     held, exact = account.total.measured_bytes <= prepared.budget_gb * 1024**3, _exact(comparison)
-    if job.json:
-        show_json(_figures(account, comparison, held, exact))
-    else:
-        show(str(account), "", str(comparison), "", _verdict(held, exact))
+    tables = str(account), "", str(comparison), "", _verdict(held, exact)
+    answer(job, _figures(account, comparison, held, exact), *tables)
     return None if held and exact else FAILED
 
 
@@ -76,6 +74,7 @@ def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
     import torch
 
     import memopt
+    from memopt.cli.shapes import highest_values
     from memopt.device import device_here
 
     device = device_here()
@@ -85,7 +84,9 @@ def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
         raise UsageError(f"check trains on this machine's {device.type}, not on {named}; leave --device out")
     if options["optimizer"] is None:
         raise UsageError("check needs an optimizer; leave --optimizer out, or name one")
-    batch = _random_batch(prepared, device)
+    torch.manual_seed(0)
+    highest = highest_values(prepared.model, prepared.shapes)
+    batch = prepared.batch(lambda name: prepared.shapes[name].random(device, highest[name]))
     torch.manual_seed(0)
     model = prepared.build()[0].to(device).train()
     memopt.optimize(model, prepared.budget_gb, example_inputs=batch, **options)
@@ -93,16 +94,6 @@ def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
     optimizer = getattr(torch.optim, names[options["optimizer"].lower()])(model.parameters())
     optimizer = memopt.wrap_optimizer(model, optimizer)
     return memopt.check(model, optimizer, batch), memopt.compare(model, batch)
-
-
-def _random_batch(prepared: Prepared, device: Any) -> Any:
-    import torch
-
-    from memopt.cli.shapes import highest_values
-
-    torch.manual_seed(0)
-    highest = highest_values(prepared.model, prepared.shapes)
-    return prepared.batch(lambda name: prepared.shapes[name].random(device, highest[name]))
 
 
 def _exact(comparison: Comparison) -> bool:

@@ -9,7 +9,7 @@ import click
 from memopt.cli.check_commands import check, lock
 from memopt.cli.job import Job, takes_job
 from memopt.cli.largest_commands import max_batch, max_length
-from memopt.cli.output import check_file, show, show_json
+from memopt.cli.output import answer, check_file, show, show_json
 from memopt.cli.plan_commands import diff, explain, export, plan, report
 
 _EPILOG = """\b
@@ -57,13 +57,10 @@ def frontier(job: Job, points: int, picture: str | None, save: str | None) -> No
         frontier.picture(picture)
     if save is not None:
         frontier.save(save)
-    if job.json:
-        figures = {one.name: getattr(frontier, one.name) for one in dataclasses.fields(frontier) if one.repr}
-        for name in ("points", "recipes"):
-            figures[name] = [dataclasses.asdict(row) for row in figures[name]]
-        show_json({**figures, "effort": frontier.effort.name})
-    else:
-        show(*parts(frontier))
+    figures = {one.name: getattr(frontier, one.name) for one in dataclasses.fields(frontier) if one.repr}
+    for name in ("points", "recipes"):
+        figures[name] = [dataclasses.asdict(row) for row in figures[name]]
+    answer(job, {**figures, "effort": frontier.effort.name}, *parts(frontier))
 
 
 @click.command("cards", short_help="List the cards that can be planned for.")

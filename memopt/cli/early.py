@@ -15,61 +15,20 @@ from memopt.cli.failures import UsageError
 
 HERE = ("cuda", "gpu")
 CARDS = (
-    "a100-40",
-    "a100-80",
-    "b200",
-    "h100",
-    "h200",
-    "l4",
-    "rtx-3060",
-    "rtx-3090",
-    "rtx-4090",
-    "rtx-5090",
-    "t4",
-    "cpu",
-)
+    "a100-40", "a100-80", "b200", "h100", "h200", "l4", "rtx-3060", "rtx-3090", "rtx-4090", "rtx-5090", "t4", "cpu",
+)  # fmt: skip
 """The names that `memopt.device.known_hardware` returns, written out, since that loads torch."""
 
 LEVERS = (
-    "recompute",
-    "reinplace",
-    "fused_ops",
-    "fused_attention",
-    "chunked_loss",
-    "tiles",
-    "microbatch",
-    "expandable_segments",
-    "offload_activations",
-    "offload_parameters",
-    "fp8",
-    "fp8_delayed",
-    "fp8_block",
-    "mxfp8",
-    "fp8_activations",
-    "bf16_parameters",
-    "low_bit_optimizer",
-    "offload_optimizer",
-    "optimizer_in_backward",
-    "plain",
-)
+    "recompute", "reinplace", "fused_ops", "fused_attention", "chunked_loss", "tiles", "microbatch",
+    "expandable_segments", "offload_activations", "offload_parameters", "fp8", "fp8_delayed", "fp8_block", "mxfp8",
+    "fp8_activations", "bf16_parameters", "low_bit_optimizer", "offload_optimizer", "optimizer_in_backward", "plain",
+)  # fmt: skip
 """The names that `memopt.levers.all.allowable` returns, written out, since that loads torch."""
 OPTIMIZERS = (
-    "adadelta",
-    "adafactor",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "asgd",
-    "muon",
-    "nadam",
-    "none",
-    "radam",
-    "rmsprop",
-    "rprop",
-    "sgd",
-    "sparseadam",
-)
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "none", "radam",
+    "rmsprop", "rprop", "sgd", "sparseadam",
+)  # fmt: skip
 """The names of `torch.optim`'s optimizers whose step needs no closure, and "none"."""
 
 
@@ -134,7 +93,7 @@ def _check_architecture(name: str) -> None:
     """Raise `UsageError` for a name that neither transformers has nor a model in the local cache of the Hugging Face
     hub. Without transformers, any name passes."""
     types, texts = _model_types()
-    if not types or _squeezed(name) in set(map(_squeezed, types)) or is_cached(name):
+    if not types or squeezed(name) in set(map(squeezed, types)) or is_cached(name):
         return
     models = _models_folder()
     if re.fullmatch(r"[A-Z]\w+", name) and (
@@ -192,5 +151,6 @@ def no_model(name: str, types: Iterable[str]) -> UsageError:
     )
 
 
-def _squeezed(name: str) -> str:
+def squeezed(name: str) -> str:
+    """A name in small letters and digits."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

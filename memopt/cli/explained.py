@@ -8,7 +8,7 @@ from pathlib import Path
 
 from memopt.cli.failures import UsageError
 from memopt.cli.job import Job
-from memopt.cli.output import columns, plan_figures, show, show_json
+from memopt.cli.output import answer, columns, plan_figures
 from memopt.planning.plan import Plan
 from memopt.show.memory_history import MemoryHistory, read_history
 from memopt.show.report import new_table, parts
@@ -34,11 +34,11 @@ def explain_file(job: Job, op: str | None) -> bool:
         raise UsageError(f"{path} is shown as it is, not planned again: leave out all options but --json")
     if is_plan:
         plan = Plan.load(path)
-        show_json(plan_figures(plan)) if job.json else show(*parts(plan, columns()))
+        answer(job, plan_figures(plan), *parts(plan, columns()))
     else:
         history = read_history(path)
         figures = {**asdict(history), "rows": history.rows, "advice": history.advice}
-        show_json(figures) if job.json else show(*history_parts(history, job.model))
+        answer(job, figures, *history_parts(history, job.model))
     return True
 
 

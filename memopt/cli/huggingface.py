@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.cli.early import is_cached, no_model
+from memopt.cli.early import is_cached, no_model, squeezed
 from memopt.cli.failures import UsageError, one_line
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], An
             raise UsageError(f"there is no file {path}")
         return functools.partial(transformers.AutoConfig.from_pretrained, str(path), local_files_only=True), None
     types = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-    wanted = _plain(name)
+    wanted = squeezed(name)
     for known in types:
-        if _plain(known) == wanted:
+        if squeezed(known) == wanted:
             return functools.partial(transformers.AutoConfig.for_model, known), None
     kind = getattr(transformers, name, None) if re.fullmatch(r"[A-Z]\w+", name) else None
     if kind is not None and getattr(kind, "config_class", None) is not None:
@@ -91,10 +91,6 @@ def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], An
     if name and is_cached(name):
         return functools.partial(transformers.AutoConfig.from_pretrained, name, local_files_only=True), None
     raise no_model(name, types)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _check_settings(config: Any, settings: Mapping[str, Any], name: str) -> None:

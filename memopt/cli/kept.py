@@ -4,29 +4,70 @@ planning."""
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import memopt
 from memopt.capture.inputs import batch_call
 from memopt.cli.job import Job, Prepared
 from memopt.planning import plan_cache
 from memopt.planning.cards import OnCard
-from memopt.planning.frontier import Frontier
+from memopt.planning.changes import Change
+from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.job_key import PlanJob
 from memopt.planning.options import check_options
 from memopt.planning.plan import Plan
 from memopt.planning.plan_graphs import PlanDiff
 from memopt.planning.plan_views import Format
 from memopt.planning.terms import ModelTerms, Situation
-from memopt.show.details import Details, details_of
 from memopt.show.exports import write_export
+from memopt.show.op_story import told_graph
 from memopt.show.page import page, write_page
+from memopt.show.step import Step
+from memopt.show.step_of_plan import step_of
 from memopt.show.views import diff_between, diff_of
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
+
+
+@dataclass(frozen=True)
+class Details:
+    """A plan, and what its tables, its diff and its page need of its graphs: plain data that is kept on disk."""
+
+    plan: Plan
+    step: Step
+    changes: tuple[Change, ...]
+    """What `Plan.diff` shows."""
+    modules: tuple[str, ...]
+    """The paths of the model's modules, in the order of the forward."""
+    recipes: tuple[Recipe, ...]
+    nodes: str
+    """The nodes of the `told_graph` with their attributes, and its edges, as JSON."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Details:
+        """The details of a plan. Raises `ValueError` for one that was loaded from a file."""
+        graph, diff = told_graph(plan), plan.diff()
+        edges = [(read, name) for name in graph for read in graph.predecessors(name)]  # in the order of the operands
+        nodes = json.dumps((list(graph.nodes(data=True)), edges))
+        return cls(plan, step_of(plan), diff.changes, diff.modules, plan.recipes(), nodes)
+
+    @cached_property
+    def graph(self) -> DiGraph:
+        """The plan's `told_graph`."""
+        from networkx import DiGraph  # slow to import
+
+        graph, (nodes, edges) = DiGraph(), json.loads(self.nodes)
+        graph.add_nodes_from(nodes)
+        graph.add_edges_from(edges)
+        return graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +113,7 @@ def planned(job: Job) -> Planned:
     key = _key(prepared) if plan_cache.is_on() else None
     details = plan_cache.find(key, Details)
     if details is None:
-        details = details_of(live())
+        details = Details.of(live())
         plan_cache.keep(key, details, packed=True)
     return Planned(details, live)
 

@@ -9,7 +9,7 @@ import click
 
 from memopt.cli.failures import UsageError
 from memopt.cli.job import Job, Prepared, takes_job
-from memopt.cli.output import show, show_json
+from memopt.cli.output import answer
 
 if TYPE_CHECKING:
     from memopt.cli.shapes import Shape
@@ -77,9 +77,10 @@ def max_length(job: Job, multiple_of: int, at_most: int | None, max_added_time: 
         """The shape with the length replaced by `size`, in each dimension but the first: a mask may have it twice."""
         return shape.with_sizes((*shape.sizes[:1], *(size if one == length else one for one in shape.sizes[1:])))
 
-    positions = most_positions(prepared.model)
-    limits = {"multiple_of": multiple_of, "at_most": at_most or positions, "max_added_time": max_added_time}
-    capped = "--at-most asks for no more" if at_most else "its configuration has no more positions"
+    capped = "--at-most asks for no more"
+    if at_most is None:
+        at_most, capped = most_positions(prepared.model), "its configuration has no more positions"
+    limits = {"multiple_of": multiple_of, "at_most": at_most, "max_added_time": max_added_time}
     _show_largest(job, prepared, "length", sized, memopt.max_length, limits, f"{capped}; more may fit")
 
 
@@ -106,13 +107,8 @@ def _show_largest(
     largest = find(prepared.model, prepared.budget_gb, make_inputs, **limits, **prepared.options)
     most = limits["at_most"]
     at_limit = most is not None and largest + limits["multiple_of"] > most
-    if job.json:
-        found = {"fits": True, f"max_{what}": largest, "budget_gb": prepared.budget_gb, "limited_by_at_most": at_limit}
-        show_json(found)
-        return
+    found = {"fits": True, f"max_{what}": largest, "budget_gb": prepared.budget_gb, "limited_by_at_most": at_limit}
     rest = ", ".join(f"{name}={shape}" for name, shape in shapes(largest).items())
     name, within = type(prepared.model).__name__, f"within {prepared.budget_gb:.6g} GB"
-    if at_limit:
-        show(f"{name}: a {what} of {largest} fits {within}, and {capped} ({rest})")
-    else:
-        show(f"{name}: the largest {what} {within} is {largest} ({rest})")
+    alone = f"{name}: the largest {what} {within} is {largest} ({rest})"
+    answer(job, found, f"{name}: a {what} of {largest} fits {within}, and {capped} ({rest})" if at_limit else alone)

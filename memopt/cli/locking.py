@@ -9,7 +9,7 @@ from memopt.checks.lock import LockCheck, MemoryLock, lock_step
 from memopt.cli.failures import FAILED, UsageError
 from memopt.cli.job import Job
 from memopt.cli.names import budget_gb, card_named
-from memopt.cli.output import show, show_json
+from memopt.cli.output import answer
 from memopt.device import device_here, hardware_of
 from memopt.errors import GIB
 from memopt.planning.frontier import load, save
@@ -30,10 +30,7 @@ def write_lock(job: Job, path: str) -> None:
     job = replace(job, device=card, budget_gb=f"{budget_gb(job.budget_gb, card):.17f}")
     memory = _locked(job)
     save(path, _LockFile(_named_by(job), memory))
-    if job.json:
-        show_json({"file": path, **_figures(memory)})
-    else:
-        show(str(LockCheck(memory, memory)), f"written: {path}")
+    answer(job, {"file": path, **_figures(memory)}, str(LockCheck(memory, memory)), f"written: {path}")
 
 
 def check_lock(job: Job, path: str) -> int | None:
@@ -44,11 +41,8 @@ def check_lock(job: Job, path: str) -> int | None:
         raise UsageError(f"{path} names the model and its options: leave out MODEL and all options but --json")
     kept = load(path, _LockFile, "lock", "make it with memopt lock")
     checked = LockCheck(kept.memory, _locked(kept.job, enlarged=True))
-    if job.json:
-        found = {"grown": checked.grown, "changed": checked.changed, "culprits": list(map(asdict, checked.culprits))}
-        show_json({"locked": _figures(kept.memory), "now": _figures(checked.now), **found})
-    else:
-        show(str(checked))
+    found = {"grown": checked.grown, "changed": checked.changed, "culprits": list(map(asdict, checked.culprits))}
+    answer(job, {"locked": _figures(kept.memory), "now": _figures(checked.now), **found}, str(checked))
     return FAILED if checked.grown else None
 
 

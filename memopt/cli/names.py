@@ -21,7 +21,7 @@ from memopt.cli.early import HERE, gigabytes, known_card
 from memopt.cli.failures import UsageError, one_line
 from memopt.cli.huggingface import architecture
 from memopt.compat.host import HOST
-from memopt.device import Hardware, device_here, hardware, hardware_of
+from memopt.device import device_here, hardware, hardware_of
 from memopt.errors import GIB
 
 Factory = Callable[[], tuple[nn.Module, Any]]
@@ -243,14 +243,10 @@ def card_named(name: str | None) -> str | None:
     return known_card(name)
 
 
-def card(name: str | None) -> Hardware:
-    """The entry of a card in the hardware table; for None that of this machine's device."""
-    if name is not None:
-        return hardware(name)
-    return hardware_of(device_here())
-
-
 def budget_gb(written: str | None, name: str | None) -> float:
     """The budget `written` on the command line as a number, in GB of 1024³ bytes; where it is None, the memory of the
     card `name` (None: of this machine's device). Raises `UsageError` where `written` is no number of gigabytes."""
-    return card(name).memory_bytes / GIB if written is None else gigabytes("--budget-gb", written)
+    if written is not None:
+        return gigabytes("--budget-gb", written)
+    card = hardware_of(device_here()) if name is None else hardware(name)
+    return card.memory_bytes / GIB

@@ -14,6 +14,7 @@ from memopt.cli.failures import UsageError
 from memopt.terminal import Console, RenderableType
 
 if TYPE_CHECKING:
+    from memopt.cli.job import Job
     from memopt.errors import BudgetError
     from memopt.planning.plan import Plan
 
@@ -56,6 +57,14 @@ def in_columns(text: str, file: TextIO) -> str:
 def show_json(figures: Any) -> None:
     """Print a value, such as a dict of numbers, as JSON."""
     print(json.dumps(figures, indent=2, ensure_ascii=False))
+
+
+def answer(job: Job, figures: Any, *parts: RenderableType) -> None:
+    """Print the answer to a command: `figures` as JSON if the job has --json, else the sentences and tables `parts`."""
+    if job.json:
+        show_json(figures)
+    else:
+        show(*parts)
 
 
 def check_file(option: str, file: str | None) -> None:

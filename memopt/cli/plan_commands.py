@@ -10,13 +10,12 @@ import click
 
 from memopt.cli.failures import UsageError
 from memopt.cli.job import Job, takes_job
-from memopt.cli.output import check_file, columns, plan_figures, show, show_json
+from memopt.cli.output import answer, check_file, columns, plan_figures, show_json
 
 if TYPE_CHECKING:
     from networkx import DiGraph
 
     from memopt.planning.plan import Plan
-    from memopt.planning.plan_graphs import StageDiff
     from memopt.terminal import RenderableType
 
 _OPENED_BY = {
@@ -46,10 +45,7 @@ def plan(job: Job, save: str | None) -> None:
     plan = planned(job).plan
     if save is not None:
         plan.save(save)
-    if job.json:
-        show_json(plan_figures(plan))
-    else:
-        show(*parts(plan, columns()))
+    answer(job, plan_figures(plan), *parts(plan, columns()))
 
 
 @click.command("explain", short_help="Say where the bytes go, what memopt changed, and why an op is treated as it is.")
@@ -81,15 +77,10 @@ def explain(job: Job, op: str | None) -> None:
     plan, graph = found.plan, found.details.graph
     if op is not None:
         figures, tables = story_of(graph, op, plan.hardware)
-        if job.json:
-            show_json(figures)
-        else:
-            show(*tables)
-        return
-    if job.json:
-        show_json({**plan_figures(plan), "levers_in_use": _lever_figures(plan)})
+        answer(job, figures, *tables)
     else:
-        show(*_explained(plan, graph))
+        figures = {**plan_figures(plan), "levers_in_use": _lever_figures(plan)}
+        answer(job, figures, *_explained(plan, graph))
 
 
 def _explained(plan: Plan, graph: DiGraph) -> list[RenderableType]:
@@ -150,18 +141,11 @@ def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
 
     found = planned(job)
     other = planned(replace(job, budget_gb=against)) if against is not None else None
-    if stage is not None:
-        diffs = found.diff(other).of_stage(stage) if other else found.live().diff(stage, order=order)
-        _show_stage(diffs, stage, job)
-        return
     diff = found.diff(other, order=order)
-    if job.json:
-        show_json({"summary": diff.summary(), "changes": [asdict(change) for change in diff.changes]})
-    else:
-        show(diff)
-
-
-def _show_stage(lines: StageDiff, stage: str, job: Job) -> None:
+    if stage is None:
+        answer(job, {"summary": diff.summary(), "changes": [asdict(change) for change in diff.changes]}, diff)
+        return
+    lines = diff.of_stage(stage)
     if job.json:
         show_json({"stage": stage, "summary": lines.summary(), "diff": str(lines)})
     else:
@@ -206,10 +190,8 @@ def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: s
     from memopt.show.report import headline
     from memopt.units import size
 
-    if job.json:
-        show_json({**plan_figures(plan), **figures})
-    else:
-        show(headline(plan), f"written: {file}, {size(Path(file).stat().st_size)}{more}")
+    written = f"written: {file}, {size(Path(file).stat().st_size)}{more}"
+    answer(job, {**plan_figures(plan), **figures}, headline(plan), written)
 
 
 @click.command("export", short_help="Write the step for PyTorch's memory visualiser, Perfetto, Graphviz or Netron.")

@@ -28,7 +28,11 @@ def prepare(accelerator: Accelerator, *objects: Any, budget_gb: float, **options
             `options` have `optimizer`.
     """
     budgeted = Budgeted(budget_gb, **options)
-    models = [number for number, given in enumerate(objects) if isinstance(given, nn.Module) and _is_trained(given)]
+    models = [
+        number
+        for number, given in enumerate(objects)
+        if isinstance(given, nn.Module) and any(parameter.requires_grad for parameter in given.parameters())
+    ]
     if len(models) != 1:
         raise ValueError(
             f"memopt's prepare takes exactly one trained model, not {len(models)}; call it once for each, and "
@@ -39,7 +43,3 @@ def prepare(accelerator: Accelerator, *objects: Any, budget_gb: float, **options
     model = found if len(objects) == 1 else found[models[0]]
     budgeted.begin(accelerator.unwrap_model(model, keep_torch_compile=False), counted)
     return found
-
-
-def _is_trained(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())

@@ -59,14 +59,10 @@ def net_of(module: nn.Module) -> nn.Module:
     parameter is trained."""
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     for child in module.children():
-        if trained and trained <= {id(parameter) for parameter in child.parameters()} and _is_callable(child):
+        has_forward = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if trained and trained <= {id(parameter) for parameter in child.parameters()} and has_forward:
             return child
     return module
-
-
-def _is_callable(module: nn.Module) -> bool:
-    """Whether the module has a forward; `ModuleList` and `ModuleDict` have none."""
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _named(module: nn.Module, name: str) -> nn.Module:

@@ -50,7 +50,8 @@ class MemoptCallback(TrainerCallback):
         if args.torch_compile:
             _log.info("torch_compile compiles only calls that do not train; training runs by memopt's plans")
         # The trainers of TRL compute the loss from log-probabilities that the model returns beside a loss.
-        defaults = {"outputs": "all"} if _of_trl(args) else {}
+        of_trl = any(kind.__module__.partition(".")[0] == "trl" for kind in type(args).__mro__)
+        defaults = {"outputs": "all"} if of_trl else {}
         self._budgeted.begin(model, self._budgeted.optimizer_among([parts["optimizer"]]), **defaults)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
@@ -90,8 +91,3 @@ def _without_checkpoints(model: nn.Module) -> list[nn.Module]:
     for module in found:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     return found
-
-
-def _of_trl(args: TrainingArguments) -> bool:
-    """Whether the arguments are those of a trainer of TRL."""
-    return any(kind.__module__.partition(".")[0] == "trl" for kind in type(args).__mro__)

@@ -26,10 +26,6 @@ from memopt.optimizers.optimizer_step_price import (
     optimizer_step_price,
     prices_of_each,
 )
-from memopt.solver.problem import Link
-
-# PCIe 4.0 with 16 lanes: the rate that copies from pinned memory reach, and the latency of a copy.
-PCIE = Link(bytes_per_second=25e9, latency_seconds=10e-6)
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,6 @@ class TrainingFacts:
     """A class, an instance (over these parameters), a partial, a name or None, as for `memopt.optimize`."""
     hardware: Hardware
     """The device that trains."""
-    link: Link = PCIE
-    """The link to the host, for offloading."""
     wide: tuple[torch.Tensor, ...] = ()
     """Parameters that stay in float32 (`kept_wide`)."""
     together: tuple[tuple[torch.Tensor, ...], ...] | None = None
@@ -53,13 +47,12 @@ class TrainingFacts:
     """Parameters used at several places, whose gradients are complete only after the last use."""
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: OptimizerLike, hardware: Hardware, link: Link = PCIE) -> TrainingFacts:
-        """The facts of training `model` with this optimizer on this hardware, with `link` to the host's memory."""
+    def of(cls, model: nn.Module, optimizer: OptimizerLike, hardware: Hardware) -> TrainingFacts:
+        """The facts of training `model` with this optimizer on this hardware."""
         return cls(
             tuple(model.parameters()),
             optimizer,
             hardware,
-            link,
             wide=tuple(kept_wide(model)),
             together=tuple(_together(model)),
             shared=tuple(_shared(model)),
@@ -198,7 +191,7 @@ def _copy_seconds(elements: int, price: OptimizerStepPrice, facts: TrainingFacts
     if not bytes_moved:
         return 0.0
     copies = tensors * max(1, math.ceil(elements / PIECE_ELEMENTS))
-    return copies * facts.link.transfer_seconds(math.ceil(bytes_moved / copies))
+    return copies * facts.hardware.link.transfer_seconds(math.ceil(bytes_moved / copies))
 
 
 def _scalars(facts: TrainingFacts) -> int:

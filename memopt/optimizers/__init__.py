@@ -1,12 +1,7 @@
 """Wrappers of optimizers that hold parameters, gradients or state in less memory, and the price of their steps."""
 
 from memopt.optimizers.bf16_parameters import BF16ParametersOptimizer, kept_wide, use_bf16_parameters
-from memopt.optimizers.optimizer_in_backward import (
-    OptimizerInBackward,
-    SteppingHook,
-    refuse_what_needs_all_gradients,
-    stepping_hooks,
-)
+from memopt.optimizers.optimizer_in_backward import OptimizerInBackward, SteppingHook, stepping_hooks
 from memopt.optimizers.optimizer_step_price import Stepping
 from memopt.optimizers.state_optimizers import LowBitOptimizer, OffloadedOptimizer, check_adam
 
@@ -19,7 +14,6 @@ __all__ = [
     "SteppingHook",
     "check_adam",
     "kept_wide",
-    "refuse_what_needs_all_gradients",
     "stepping_hooks",
     "use_bf16_parameters",
 ]

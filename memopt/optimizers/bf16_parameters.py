@@ -21,16 +21,11 @@ def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torc
     that the result is right on average.
 
     `value` is overwritten. Infinities and NaN stay. (Gupta et al. 2015, arXiv:1502.02551, section 3.)"""
-    bits = _bits(value)
+    # All NaNs get the same bits, since rounding up the bits of other NaNs could overflow into a number.
+    nan, infinity = float("nan"), float("inf")
+    bits = value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)
     bits.add_(torch.empty_like(bits).random_(0, 2 * _HALF, generator=generator)).bitwise_right_shift_(16)
     out.view(torch.int16).copy_(bits)
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    """The bits of float32 values as int32, in place. All NaNs get the same bits, since rounding up the bits of other
-    NaNs could overflow into a number."""
-    nan, infinity = float("nan"), float("inf")
-    return value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)
 
 
 class _Generators:

@@ -25,24 +25,20 @@ class OptimizerInBackward(Parameterwise):
     gradients to autograd at its end; if it is planned with this lever, it calls the hook itself, as soon as nothing
     reads the parameter any more.
 
-    Whatever needs all gradients before one is used is impossible, and refused where it is known: clipping by the total
-    norm, a `GradScaler`, several backwards for one step. A backward that fails half-way has stepped some parameters.
+    Whatever needs all gradients before one is used is impossible: clipping by the total norm, a `GradScaler`, several
+    backwards for one step. A backward that fails half-way has stepped some parameters.
 
     Args:
         inner: any optimizer that steps each parameter independently of the others, or a lever's wrapper of one.
-        max_grad_norm, scaler, accumulate: the options of the training step, as for `memopt.TrainStep`.
 
     Raises:
-        ValueError: where these three are not None, None and 1; at the second backward before a `step()`.
+        ValueError: at the second backward before a `step()`.
     """
 
     title: ClassVar[str] = "optimizer_in_backward"
     keeps_form: ClassVar[bool] = True
 
-    def __init__(
-        self, inner: optim.Optimizer, *, max_grad_norm: float | None = None, scaler: Any = None, accumulate: int = 1
-    ) -> None:
-        refuse_what_needs_all_gradients(max_grad_norm, scaler, accumulate)
+    def __init__(self, inner: optim.Optimizer) -> None:
         self._forget_hooks()
         super().__init__(inner)
 
@@ -114,27 +110,3 @@ class SteppingHook:
 def stepping_hooks(parameter: torch.Tensor) -> list[SteppingHook]:
     """The stepping hooks of a parameter; none where no optimizer steps it in the backward."""
     return [hook for hook in post_accumulate_hooks(parameter) if isinstance(hook, SteppingHook)]
-
-
-def refuse_what_needs_all_gradients(
-    max_grad_norm: float | None = None, scaler: Any = None, accumulate: int = 1
-) -> None:
-    """Raise `ValueError` for options of a training step that need all gradients before any is used: a `max_grad_norm`,
-    an enabled `scaler`, or an `accumulate` other than 1."""
-    if max_grad_norm is not None:
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm} needs the norm of all gradients before any is used, and with the optimizer "
-            "in the backward each is used and freed at once; give max_grad_norm=None, or leave 'optimizer_in_backward' "
-            "out of allow"
-        )
-    if scaler is not None and (not hasattr(scaler, "is_enabled") or scaler.is_enabled()):
-        raise ValueError(
-            "a GradScaler skips a step if any gradient is not finite, and with the optimizer in the backward the first "
-            "are used before that is known; train in bfloat16 without a scaler, or leave 'optimizer_in_backward' out "
-            "of allow"
-        )
-    if accumulate != 1:
-        raise ValueError(
-            f"accumulate={accumulate} sums gradients over backwards, and with the optimizer in the backward each is "
-            "used and freed at once; give accumulate=1, or leave 'optimizer_in_backward' out of allow"
-        )

@@ -78,20 +78,14 @@ class OptimizerStepPrice:
 NOTHING = OptimizerStepPrice(0, 0, 0.0)
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """The bytes of an `OptimizerStepPrice`, and the traffic of the step's kernels, from which its seconds follow on any
-    hardware."""
+_Trial: TypeAlias = tuple[OptimizerStepPrice, tuple[tuple[int, str], ...]]
+"""The price of a step without its seconds; and for each of its kernels the bytes that it reads and writes, and their
+dtype, from which the seconds follow on any hardware."""
 
-    state_bytes: int
-    temporary_bytes: int
-    traffic: tuple[tuple[int, str], ...]
-    """For each kernel the bytes that it reads and writes, and their dtype."""
-    arrays: tuple[int, ...]
 
-    def price(self, hardware: Hardware) -> OptimizerStepPrice:
-        seconds = sum(op_seconds(0, nbytes, dtype, hardware) for nbytes, dtype in self.traffic)
-        return OptimizerStepPrice(self.state_bytes, self.temporary_bytes, seconds, self.arrays)
+def _on(hardware: Hardware, tried: _Trial) -> OptimizerStepPrice:
+    price, traffic = tried
+    return replace(price, seconds=sum(op_seconds(0, nbytes, dtype, hardware) for nbytes, dtype in traffic))
 
 
 def optimizer_step_price(
@@ -105,7 +99,7 @@ def optimizer_step_price(
     if optimizer is None or not parameters:
         return NOTHING
     make, device = _maker(optimizer, parameters), device_of(hardware)
-    return _tried(make, parameters, device.type, foreach=device.foreach).price(hardware)
+    return _on(hardware, _tried(make, parameters, device.type, foreach=device.foreach))
 
 
 def prices_of_each(
@@ -153,7 +147,7 @@ def _price_of_one(
             tried = _trial_of_class(optimizer, wraps, tuple(shape), tuple(stride), dtype, device, foreach, threads)
         else:
             tried = _tried(make, [on_meta(shape, stride, dtype)], device, foreach=foreach)
-        return tried.price(hardware)
+        return _on(hardware, tried)
 
     pieces, rest = divmod(parameter.numel(), PIECE_ELEMENTS)
     known = isinstance(optimizer, optim.Optimizer) and bool(optimizer.state.get(parameter))
@@ -242,7 +236,7 @@ def _tried(
             traffic.moved.clear()
             step(on_fakes)
         arrays = tuple(tensor.nbytes for tensor in state_tensors(on_fakes) if tensor.dim())
-    return _Trial(account.state_bytes, account.step_temporary_bytes, tuple(traffic.moved), arrays)
+    return OptimizerStepPrice(account.state_bytes, account.step_temporary_bytes, 0.0, arrays), tuple(traffic.moved)
 
 
 class _Traffic(EagerBytes):  # type: ignore[no-untyped-call]

@@ -4,7 +4,6 @@ with the budget within which the step would then fit."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch.nn import functional
 from memopt.account.optimizer_trial import fused
 from memopt.capture.inputs import Call, on_meta
 from memopt.capture.operators import NothingToRewrite, Rewriting
+from memopt.capture.tensor_parallel import meta_copy
 from memopt.device import hardware, known_hardware
 from memopt.device.devices import device_of
 from memopt.errors import GIB, CaptureError, Way, round_up, would_do
@@ -209,11 +209,7 @@ class _Advice:
         with planner.terms.types(), torch.enable_grad():
             captured = planner.capture_on_fakes(on_meta(call), planner.optimizer_choice.narrowed)
             recorded = Recorded(planner, captured, call, situation)
-            for levers in reversed(planner.terms.lever_sets[: number + 1]):
-                with contextlib.suppress(NothingToRewrite):
-                    traced = recorded.trace(levers)
-                    return traced.price(traced.account()).smallest()[0]
-        raise AssertionError("the empty set of levers was tried, and needs nothing to rewrite")
+            return next(recorded.from_tightest(planner.terms.lever_sets[: number + 1])).smallest()[0]
 
 
 def _name_of(optimizer: Any) -> str:
@@ -293,9 +289,7 @@ def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
     trained, and the number of these adapters.
 
     Linear layers that are direct children of the model, such as the output head, get none, as is usual."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    memo: dict[int, Any] = {number: _on_meta(tensor) for number, tensor in tensors.items()}
-    twin = copy.deepcopy(model, memo).requires_grad_(False)
+    twin = meta_copy(model).requires_grad_(False)
     layers = _linear_layers(twin)
     for module, name, child, sizes in layers:
         setattr(module, name, _LowRank(child, *sizes, rank))
@@ -323,8 +317,3 @@ def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2:
         return weight.shape[0], weight.shape[1]
     return None
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta

@@ -76,7 +76,7 @@ def cluster_step(
     card = step.settings.hardware
     # The optimizer's step reads parameters, gradients and state, and writes parameters and state.
     moved = 2 * account.parameters + account.gradients + 2 * account.optimizer_state
-    bounds += _only(MEMORY, moved / (card.bytes_per_second * card.bandwidth_efficiency))
+    bounds += Counter({MEMORY: moved / (card.bytes_per_second * card.bandwidth_efficiency)})
     mesh = sharding.cluster.mesh
     return ClusterStep(
         str(mesh),
@@ -114,13 +114,7 @@ def _backward(root: _GroupTimes, blocks: Sequence[_GroupTimes], freed: Sequence[
     reduces = [0.0] + [block.reduce for block in order]
     for block, gather, reduce in zip(order, gathers[1:], reduces, strict=False):
         total += _beside(block.backward, gather=gather, reduce=reduce)
-    return total + _only(REDUCE, reduces[-1] + root.reduce)
-
-
-def _only(name: str, seconds: float) -> Seconds:
-    found: Seconds = Counter()
-    found[name] = seconds  # type: ignore[assignment]
-    return found
+    return total + Counter({REDUCE: reduces[-1] + root.reduce})
 
 
 def _beside(compute: Seconds, *, gather: float = 0.0, reduce: float = 0.0) -> Seconds:

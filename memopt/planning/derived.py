@@ -231,7 +231,7 @@ def lasting_bytes(account: Account, *, beside: bool = False) -> int:
 def peak_above_lasting(plan: Plan) -> int:
     """The peak in bytes of a whole planned step, less what lasts from step to step or lies elsewhere
     (`lasting_bytes(account, beside=True)`), and less what the caller's code allocates between forward and backward."""
-    alone = _with_meanwhile(plan, 0) if plan.account.meanwhile else plan
+    alone = _under(plan, replace(plan.account, meanwhile=0)) if plan.account.meanwhile else plan
     return max(0, alone.ceiling_bytes - lasting_bytes(plan.account, beside=True))
 
 
@@ -344,11 +344,6 @@ def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_by
     return plan(0, 0)
 
 
-def _with_meanwhile(plan: Plan, nbytes: int) -> Plan:
-    """The plan with the figures of a step in which other code takes that many bytes until the backward."""
-    return _under(plan, replace(plan.account, meanwhile=nbytes))
-
-
 def _under(plan: Plan, account: Account) -> Plan:
     """The plan with the figures of a step with another account."""
     step = plan.solved[0].under(account)
@@ -360,4 +355,4 @@ def _in_place_of(plan: Plan, found: Plan) -> Plan:
     """`found`, a plan of the same step as `plan` for a smaller budget, with the budget, the levers, the receipt and the
     notes of `plan`."""
     told = {name: getattr(plan, name) for name in ("budget_bytes", "levers", "proposals", "receipt", "notes")}
-    return replace(_with_meanwhile(found, plan.account.meanwhile), **told)
+    return replace(_under(found, replace(found.account, meanwhile=plan.account.meanwhile)), **told)

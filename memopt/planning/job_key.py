@@ -79,6 +79,7 @@ class PlanJob:
         """The hash of everything but the call's graph, and of `parts`; None where something has no text that is equal
         in all processes."""
         options, state, card = self.options, self.state, self.card
+        segments = expandable_segments(), may_turn_on_expandable_segments()
         optimizer = _optimizer(options.optimizer)
         text = repr((
             own_digest(),
@@ -98,16 +99,12 @@ class PlanJob:
             options.planned_by,
             [_own(extension) for extension in (*options.passes, *options.solvers, *_parts_of_own(options.levers))],
             sorted(map(str, MARKED)),
-            (card, device_of(card).caching and (_segments(), library()), CallerModes.now(), self.further),
+            (card, device_of(card).caching and (segments, library()), CallerModes.now(), self.further),
             parts,
         ))  # fmt: skip
         if optimizer is None or re.search(r" at 0x[0-9a-f]+>", text):
             return None
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _segments() -> tuple[bool, bool]:
-    return expandable_segments(), may_turn_on_expandable_segments()
 
 
 def sources_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[str]:

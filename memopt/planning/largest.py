@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from memopt.capture.inputs import Call
-from memopt.capture.operators import NothingToRewrite
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.joined import Joined
@@ -107,12 +106,7 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
     found: list[int] = []
     with planner.terms.types(), torch.enable_grad():
         recorded = Recorded(planner, planner.capture_on_fakes(call, None), call, Situation())
-        for levers in reversed(planner.terms.lever_sets):
-            try:
-                traced = recorded.trace(levers)
-            except NothingToRewrite:  # the newest lever of the set; the set before it is the same without it
-                continue
-            priced = traced.price(traced.account())
+        for priced in recorded.from_tightest(planner.terms.lever_sets):
             request = Request(priced.account, budget_bytes, planner.terms.options.effort)
             found.append(_needed_bytes(priced.step.problem, request))
             # On the CPU, a set with fewer levers rarely needs less.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
@@ -162,48 +162,29 @@ def _step_blocks(joined: Joined, account: Account) -> StepBlocks:
     actual sizes, gradients and what the optimizer holds in those of the parameters that are trained."""
     trained = account.trained or joined.trained
     there = account.card_state or CardState()
-    given, held, state = _to_come(account, there)
+    rows: dict[Kind, tuple[int, int]] = {  # the bytes that are planned, and those that lie on the card
+        "given": (account.parameters + account.buffers + account.inputs, there.given_bytes),
+        "gradients": (account.gradients if account.gradients_held else 0, there.gradient_bytes),
+        "state": (account.optimizer_state, there.state_bytes),
+    }
+    # Where more lie there, they are not those planned: they are freed, and the whole row is still to be allocated.
+    freed = [kind for kind, (planned, found) in rows.items() if found > planned]
+    given, held, state = (planned - (0 if kind in freed else found) for kind, (planned, found) in rows.items())
     libraries = Counter(map(rounded_bytes, joined.libraries))
     libraries.subtract(there.libraries)
     wrapper = (account.buckets, account.output_clones, account.gathered, account.kept, account.exchange)
     eager = (*wrapper, account.other_forwards, account.elsewhere)
     return StepBlocks(
         resident=(
-            *_split_into(given.nbytes, joined.given),
+            *_split_into(given, joined.given),
             *libraries.elements(),
-            *_split_into(held.nbytes, trained),
+            *_split_into(held, trained),
             *_beyond(eager, there.other_bytes),
         ),
-        state=_split_into(state.nbytes, account.state_blocks or trained),
+        state=_split_into(state, account.state_blocks or trained),
         temporaries=_split_into(account.optimizer_temporaries, trained),
-        copies=(account.inputs,) if SMALL_BYTES < account.inputs <= state.nbytes else (),
-        there=there.without([row.kind for row in (given, held, state) if row.is_freed]),
-    )
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row of an account for a replay: the bytes that are still to be allocated, and whether those allocated already
-    are freed before the step."""
-
-    kind: Kind
-    nbytes: int
-    is_freed: bool
-
-    @classmethod
-    def of(cls, kind: Kind, planned: int, there: int) -> _Row:
-        """The row of `planned` bytes, `there` bytes of which lie on the card. If more lie there, they are not
-        those planned: they count as freed, and the whole row as still to be allocated."""
-        return cls(kind, planned, True) if there > planned else cls(kind, planned - there, False)
-
-
-def _to_come(account: Account, there: CardState) -> tuple[_Row, _Row, _Row]:
-    """The rows of parameters, buffers and inputs, of the gradients held, and of the optimizer's state."""
-    gradients = account.gradients if account.gradients_held else 0
-    return (
-        _Row.of("given", account.parameters + account.buffers + account.inputs, there.given_bytes),
-        _Row.of("gradients", gradients, there.gradient_bytes),
-        _Row.of("state", account.optimizer_state, there.state_bytes),
+        copies=(account.inputs,) if SMALL_BYTES < account.inputs <= state else (),
+        there=there.without(freed),
     )
 
 
@@ -233,19 +214,13 @@ def _with_overhead(bare: Account, requested: int, peaks: AllocatorPeaks, held: i
 
 def _split_into(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """`total` bytes as blocks of the positive `sizes`, repeated in this order until one does not fit, then the rest."""
-    return tuple(_blocks_of(total, [size for size in sizes if size > 0]))
-
-
-def _blocks_of(total: int, sizes: Sequence[int]) -> Iterator[int]:
-    """The blocks of `_split_into`, one by one; `sizes` are positive."""
-    left = total
-    for size in cycle(sizes):
+    blocks, left = [], total
+    for size in cycle(size for size in sizes if size > 0):
         if size > left:
             break
-        yield size
+        blocks.append(size)
         left -= size
-    if left:
-        yield left
+    return (*blocks, left) if left else tuple(blocks)
 
 
 # The share of a card's memory that stays free where no budget is given: for other programs and the driver.

@@ -217,13 +217,12 @@ class Plan(PlanViews):
 
         Raises `ValueError` for another name, and for a plan that was loaded from a file.
         """
-        captured = self._source().priced.traced
+        step = self._source().priced
         if isinstance(stage, Plan):
-            others = stage._source().priced.traced
-            return shown("views").plans_diff(self, captured, stage, others, order=order)
+            return shown("views").plans_diff(self, step, stage, stage._source().priced, order=order)
         if stage is None:
-            return shown("views").plan_diff(self, captured, order=order)
-        return stage_diff(captured, self.regions, stage, order=order)
+            return shown("views").plan_diff(self, step, order=order)
+        return stage_diff(step.traced, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:
         """The captured joint graph as a `networkx.DiGraph`; an edge leads from a node to each node that reads it.

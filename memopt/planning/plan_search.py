@@ -303,8 +303,11 @@ class PlanSearch:
         if refused is not None and not self._plans:
             raise refused
         plan, levers = self._fastest()
-        notes = (*map(str, chosen.each), *_on_steps(plan))
-        return replace(plan, notes=plan.notes + notes), levers
+        notes = plan.notes + tuple(map(str, chosen.each))
+        if chosen.stepping is not None:
+            inside = sum(len(region.steps) for region in plan.regions)
+            notes += (f"{inside} parameters are stepped within the backward, all others at its end",)
+        return replace(plan, notes=notes), levers
 
     def _fastest(self) -> tuple[Plan, Rewriting]:
         """The plan with the shortest step, and its lever set."""
@@ -330,14 +333,6 @@ class PlanSearch:
 def _plain_seconds(priced: Priced) -> float:
     """Seconds of a step with nothing recomputed or offloaded."""
     return priced.step.problem.problem.seconds
-
-
-def _on_steps(plan: Plan) -> tuple[str, ...]:
-    """A note on the number of parameters that are stepped before the backward's end; empty where none are."""
-    if plan.priced is None or plan.priced.settings.stepping is None:
-        return ()
-    inside = sum(len(region.steps) for region in plan.regions)
-    return (f"{inside} parameters are stepped within the backward, all others at its end",)
 
 
 def _seconds(plan: Plan) -> float:

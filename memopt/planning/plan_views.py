@@ -51,6 +51,15 @@ def op_names(captured: TracedStep, joined: Joined) -> Iterator[str]:
         yield (f"{owner}." if several else "") + (priced.nodes[local] or priced.problem.ops[local].name)
 
 
+def named_nodes(captured: TracedStep) -> Iterator[tuple[str, int, fx.Node]]:
+    """The nodes of all joint graphs, each with its name in the directed graph that `joint_digraph` makes, and with the
+    number of its region."""
+    several = len(captured.regions) > 1
+    for number, region in enumerate(captured.regions):
+        for node in region.module.graph.nodes:
+            yield f"{number}." * several + node.name, number, node
+
+
 _BLANK: dict[str, Any] = {
     "region": 0,
     "kind": "",

@@ -7,7 +7,7 @@ Calls in one region, in several, and with a plan from disk go through these stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -60,16 +60,19 @@ class Recorded:
         """The call with a batch `batches` times as large, priced under all levers that find something to rewrite in it.
         Raises `CaptureError` as `trace` does, and where a larger batch cannot be captured on fake tensors."""
         with self.planner.terms.types(), torch.enable_grad():
-            recorded = self if batches == 1 else self._larger(batches)
-            for levers in reversed(self.planner.terms.lever_sets):
-                with suppress(NothingToRewrite):
-                    traced = recorded.trace(levers)
-                    return traced.price(traced.account())
-        raise AssertionError("the empty set of levers was tried, and needs nothing to rewrite")
+            recorded = self
+            if batches > 1:
+                call = with_batches(self.call, batches)
+                recorded = Recorded(self.planner, self.planner.capture_on_fakes(call, None), call, Situation())
+            return next(recorded.from_tightest(self.planner.terms.lever_sets))
 
-    def _larger(self, batches: int) -> Recorded:
-        call = with_batches(self.call, batches)
-        return Recorded(self.planner, self.planner.capture_on_fakes(call, None), call, Situation())
+    def from_tightest(self, lever_sets: Sequence[Rewriting]) -> Iterator[Priced]:
+        """Yields the call priced under each of these sets of levers, the last one first, without those whose last lever
+        finds nothing to rewrite. Raises `CaptureError` as `trace` does."""
+        for levers in reversed(lever_sets):
+            with suppress(NothingToRewrite):
+                traced = self.trace(levers)
+                yield traced.price(traced.account())
 
     def candidates(
         self,
@@ -217,11 +220,32 @@ class Priced:
             request = Request(self.account, budget_bytes, effort, tell, offload)
             joined, solution, account = solve_on_card(self.step.problem, request)
         plan = self.planned(joined, solution, account, budget_bytes, effort)
-        if self.step.traced.sharded is None or self.account.kept:
+        return plan if self.account.kept else self._with_kept_blocks(plan, offload=offload)
+
+    def _with_kept_blocks(self, plan: Plan, *, offload: bool) -> Plan:
+        """`plan` under FSDP2 with as many of the last blocks kept gathered, from their forward to their backward, as
+        the budget has room for. Where the step waits for gathers, more blocks are kept and more is recomputed, if that
+        is faster by the rates of the links. A plan for one card is returned as it is."""
+        sharded = self.step.traced.sharded
+        if sharded is None or sharded.sharding.cluster.mesh.dp_shard == 1:
             return plan
-        return with_kept_blocks(
-            plan, lambda account: replace(self, account=account).solve(budget_bytes, effort, offload=offload)
-        )
+        sharding = sharded.sharding
+        blocks = len(sharding.blocks)
+        room = plan.budget_bytes - plan.ceiling_bytes
+        kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
+        best = _keeping(plan, kept)
+        if _seconds(_keeping(plan, blocks)) >= _seconds(best):
+            return best
+        more = blocks
+        while more > kept:
+            keeping = replace(self, account=replace(plan.account, kept=sharding.kept_bytes(more)))
+            try:
+                other = _keeping(keeping.solve(plan.budget_bytes, plan.effort, offload=offload), more)
+                return min(best, other, key=_seconds)
+            except BudgetError as refusal:
+                most = sharding.kept_bytes(more) - (refusal.smallest_bytes - plan.budget_bytes)
+                more = max(count for count in range(more) if count == 0 or sharding.kept_bytes(count) <= most)
+        return best
 
     def least_seconds(self, budget_bytes: int) -> float:
         """A lower bound on the seconds of the step by any plan within the budget that offloads nothing."""
@@ -331,37 +355,6 @@ def beside_freed(plan: Plan, freed: Plan) -> Plan:
         return plan
     own = plan.source
     return replace(plan, source=StepOfPlan(lambda: own.priced, freed))
-
-
-Solve = Callable[[Account], Plan]
-"""Plans a step whose account has other bytes. Raises `BudgetError`."""
-
-
-def with_kept_blocks(plan: Plan, solve: Solve) -> Plan:
-    """The plan of a step under FSDP2 with as many of the last blocks kept gathered, from their forward to their
-    backward, as the budget has room for. Where the step waits for gathers, more blocks are kept and more is recomputed,
-    if that is faster by the rates of the links: `solve(account)` plans the step with the bytes of these blocks.
-
-    A plan for one card is returned as it is."""
-    sharded = None if plan.captured is None else plan.captured.sharded
-    if sharded is None or sharded.sharding.cluster.mesh.dp_shard == 1:
-        return plan
-    sharding = sharded.sharding
-    blocks = len(sharding.blocks)
-    room = plan.budget_bytes - plan.ceiling_bytes
-    kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
-    best = _keeping(plan, kept)
-    if _seconds(_keeping(plan, blocks)) >= _seconds(best):
-        return best
-    more = blocks
-    while more > kept:
-        try:
-            other = _keeping(solve(replace(plan.account, kept=sharding.kept_bytes(more))), more)
-            return min(best, other, key=_seconds)
-        except BudgetError as refusal:
-            most = sharding.kept_bytes(more) - (refusal.smallest_bytes - plan.budget_bytes)
-            more = max(count for count in range(more) if count == 0 or sharding.kept_bytes(count) <= most)
-    return best
 
 
 def _keeping(plan: Plan, count: int) -> Plan:

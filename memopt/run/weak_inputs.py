@@ -19,7 +19,7 @@ class WeakInputs:
     references: Sequence[Any]
     """The inputs; weak references for tensors that only the caller holds."""
     versions: Sequence[int]
-    """The inputs' `_version`s; 0 for values that are not tensors."""
+    """The inputs' `_version`s; 0 for values that are not tensors, and for tensors made in inference mode."""
     places: Mapping[int, object]
     """For each tensor that only the caller holds, by its number: its address, shape, strides and dtype (`_place`)."""
 
@@ -32,8 +32,7 @@ class WeakInputs:
         references = list(inputs)
         for number, one in own.items():
             references[number] = TensorWeakRef(one)
-        versions = [one._version if isinstance(one, torch.Tensor) else 0 for one in inputs]
-        return cls(references, versions, {number: _place(one) for number, one in own.items()})
+        return cls(references, list(map(_version, inputs)), {number: _place(one) for number, one in own.items()})
 
     def present(self, saved: Callable[[], Iterable[torch.Tensor]] = tuple) -> list[Any]:
         """The inputs in order. A tensor that the caller has freed is replaced by one of those that the forward's
@@ -54,10 +53,11 @@ class WeakInputs:
     def have_changed(self, present: Sequence[Any], but: Collection[int]) -> bool:
         """Whether any tensor in `present`, the result of `present()`, has been written to since the region ran, except
         the inputs with the numbers `but`."""
-        return any(
-            isinstance(one, torch.Tensor) and number not in but and one._version != self.versions[number]
-            for number, one in enumerate(present)
-        )
+        return any(number not in but and _version(one) != self.versions[number] for number, one in enumerate(present))
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def _place(tensor: torch.Tensor) -> object:

@@ -3,6 +3,7 @@ notebooks show."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
@@ -73,18 +74,13 @@ def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[i
     """For each coloured band of the memory chart, which shows one or more rows of the account, its bytes at the given
     moments (numbers of the step's evaluations); 0 at None, which stands for a column after the step (`columns`). Bands
     that are empty at all moments are left out."""
-    by_moment = list(map(_by_band, memory.held()))
-    found = {
-        band: [by_moment[moment].get(band, 0) if moment is not None else 0 for moment in moments] for band in COLOURS
-    }
+    by_moment: list[Counter[str]] = []
+    for rows in memory.held():
+        by_moment.append(Counter())
+        for row, nbytes in rows.items():
+            by_moment[-1][band_of(row)] += nbytes
+    found = {band: [0 if moment is None else by_moment[moment][band] for moment in moments] for band in COLOURS}
     return {band: values for band, values in found.items() if any(value > 0 for value in values)}
-
-
-def _by_band(rows: Mapping[str, int]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for row, nbytes in rows.items():
-        sums[band_of(row)] = sums.get(band_of(row), 0) + nbytes
-    return sums
 
 
 def heart(plan: Plan, step: Step | None) -> str:
@@ -92,10 +88,11 @@ def heart(plan: Plan, step: Step | None) -> str:
     its memory over time."""
     used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
     used |= set(_found(step)) if step is not None else set()
+    keys = "".join(f'<span><i style="background:{COLOURS[band]}"></i>{band}</span>' for band in COLOURS if band in used)
     picture = _picture(plan, step) if step is not None else ""
     return (
         f'<div class="memopt-heart"><style>{_STYLE}</style><p>{escape(headline(plan))}</p>'
-        f"{_bars(plan)}{_keys([band for band in COLOURS if band in used])}{picture}</div>"
+        f'{_bars(plan)}<div class="keys">{keys}</div>{picture}</div>'
     )
 
 
@@ -114,11 +111,6 @@ def _bars(plan: Plan) -> str:
         )
         text += f'<div class="label">{label}: {size(peak.peak_bytes)}</div><div class="bar">{parts}</div>'
     return text
-
-
-def _keys(used: list[str]) -> str:
-    keys = "".join(f'<span><i style="background:{COLOURS[band]}"></i>{band}</span>' for band in used)
-    return f'<div class="keys">{keys}</div>'
 
 
 def _picture(plan: Plan, step: Step) -> str:

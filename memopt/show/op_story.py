@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
 from memopt.planning.changes import operator_name, source_line
 from memopt.planning.plan import Plan
+from memopt.planning.plan_views import named_nodes
 from memopt.planning.priced_step import TracedStep
 from memopt.show.report import as_text, bytes_table, headline, new_table
 from memopt.show.step import WHY
@@ -46,17 +45,12 @@ def told_graph(plan: Plan) -> DiGraph:
     """The graph of `Plan.networkx`, whose nodes also have "value", the dtype and sizes of each tensor, and "why_dtype",
     the reason for that dtype ("" if there is none)."""
     assert plan.captured is not None
-    graph, several = plan.networkx(), len(plan.captured.regions) > 1
-    reasons = _reasons(plan.captured)
-    nodes = {
-        f"{number}." * several + node.name: node
-        for number, region in enumerate(plan.captured.regions)
-        for node in region.module.graph.nodes
-    }
+    graph, reasons = plan.networkx(), _reasons(plan.captured)
+    nodes = {name: node for name, _, node in named_nodes(plan.captured)}
     for name, facts in graph.nodes(data=True):
         values = tensors(nodes[name].meta.get("val")) if name in nodes else []
-        sizes = (f"{_dtype_name(one)} {'x'.join(map(str, one.shape)) or 'scalar'}" for one in values)
-        facts["value"] = ", ".join(sizes)
+        texts = (f"{one.dtype} {'x'.join(map(str, one.shape)) or 'scalar'}".removeprefix("torch.") for one in values)
+        facts["value"] = ", ".join(texts)
         facts["why_dtype"] = why_dtype(reasons[facts["region"]], facts, list(graph.successors(name)))
     return graph
 
@@ -148,10 +142,6 @@ def _one(hardware: str, name: str, facts: Facts, reads: list[str], readers: list
             table.add_row(title, text)
     figures = {"op": name, **facts, "why": WHY[facts["fate"]], "reads": reads}
     return {**figures, "read_by": [one for one, _ in readers]}, table
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _source(source: str | None) -> str:

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
-
 from memopt.account.account import Account
 from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, resident_rows
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts, operator_name
 from memopt.planning.on_card import on_card
 from memopt.planning.plan import Plan
-from memopt.planning.plan_views import op_names
+from memopt.planning.plan_views import named_nodes, op_names
 from memopt.planning.priced_step import TracedStep
 from memopt.planning.schedule_parts import forward_evaluations
 from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp, TypedOp
@@ -115,11 +113,8 @@ def smallest_memory(plan: Plan, step: Step) -> StepMemory:
 def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
     """The nodes of `Plan.networkx` as operators of the step: those of the joint graphs, and what takes memory beside
     them."""
-    nodes: dict[str, tuple[GraphFacts, fx.Node]] = {}
-    several = len(captured.regions) > 1
-    for number, region in enumerate(captured.regions):
-        facts = GraphFacts(region.module.graph, number)
-        nodes |= {f"{number}." * several + name: (facts, node) for name, node in facts.nodes.items()}
+    of_region = [GraphFacts(region.module.graph, number) for number, region in enumerate(captured.regions)]
+    nodes = {name: (of_region[number], node) for name, number, node in named_nodes(captured)}
     for name, given in graph.nodes(data=True):
         op = StepOp(
             name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,9 @@ from memopt.planning.changes import KEPT, Change, GraphFacts, between
 from memopt.planning.frontier import Frontier
 from memopt.planning.plan import Plan
 from memopt.planning.plan_changes import pass_changes, schedule_changes
-from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
+from memopt.planning.plan_graphs import PlanDiff, StageDiff
 from memopt.planning.plan_views import Format
-from memopt.planning.priced_step import TracedStep
+from memopt.planning.priced_step import PricedStep, TracedStep
 from memopt.show.bands import heart
 from memopt.show.drawing import write_figure
 from memopt.show.exports import write_export
@@ -60,12 +60,13 @@ def _drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
     return draw() if path is None else write_figure(draw, Path(path))
 
 
-def plan_diff(plan: Plan, captured: TracedStep, *, order: bool) -> PlanDiff:
+def plan_diff(plan: Plan, step: PricedStep, *, order: bool) -> PlanDiff:
     """The changes of a plan to the captured step: see `Plan.diff`."""
-    changes = tuple(_changes(plan, captured, order=order))
-    return diff_of(
-        plan, changes, _modules(captured), lambda stage: stage_diff(captured, plan.regions, stage, order=order)
-    )
+    changes = [*pass_changes(step.traced), *schedule_changes(step.traced, step.problem, plan.regions, order=order)]
+    for path, nbytes in plan.kept:
+        reason = "so that its backward gathers nothing"
+        changes.append(Change(KEPT, "parameters", path, "parameters", nbytes=nbytes, reason=reason))
+    return diff_of(plan, tuple(changes), _modules(step.traced), lambda stage: plan.diff(stage, order=order))
 
 
 def diff_of(
@@ -85,11 +86,11 @@ def diff_between(
     return PlanDiff(title, between(others.changes, own.changes), tuple(modules), of_stage)
 
 
-def plans_diff(plan: Plan, captured: TracedStep, other: Plan, others: TracedStep, *, order: bool) -> PlanDiff:
+def plans_diff(plan: Plan, step: PricedStep, other: Plan, others: PricedStep, *, order: bool) -> PlanDiff:
     """The changes that only one of two plans makes: see `Plan.diff`."""
 
     def of_stage(stage: str) -> StageDiff:
-        graphs = [stage_graphs(captured, schedules) for captured, schedules in pairs]
+        graphs = [one.graphs for one in (other, plan)]
         if not all(stage in known for known in graphs):
             both = [repr(name) for name in graphs[0] if all(name in known for known in graphs)]
             raise ValueError(f"no stage {stage!r} in both plans; give one of {', '.join(both)}")
@@ -101,19 +102,8 @@ def plans_diff(plan: Plan, captured: TracedStep, other: Plan, others: TracedStep
             )
         return StageDiff(tuple(diff_graphs(old, new, order=order) for old, new in zip(before, after, strict=True)))
 
-    pairs = ((others, other.regions), (captured, plan.regions))
-    own, before = plan_diff(plan, captured, order=order), plan_diff(other, others, order=order)
+    own, before = plan_diff(plan, step, order=order), plan_diff(other, others, order=order)
     return diff_between(plan, own, other, before, of_stage)
-
-
-def _changes(plan: Plan, captured: TracedStep, *, order: bool) -> Iterator[Change]:
-    assert plan.joined is not None
-    yield from pass_changes(captured)
-    yield from schedule_changes(captured, plan.joined, plan.regions, order=order)
-    for path, nbytes in plan.kept:
-        yield Change(
-            KEPT, "parameters", path, "parameters", nbytes=nbytes, reason="so that its backward gathers nothing"
-        )
 
 
 def _modules(captured: TracedStep) -> tuple[str, ...]:

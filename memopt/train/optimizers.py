@@ -60,6 +60,11 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
             "a parameter is in float16, where its updates vanish and gradients cannot be unscaled; keep parameters in "
             "float32 (model.float()) and run the forward in fp16"
         )
+    if any(parameter.requires_grad and parameter.is_complex() for parameter in parameters):
+        raise ValueError(
+            "a parameter is complex, and TrainStep finds gradients that are not finite by torch.amp.GradScaler, which "
+            "takes real ones only; call loss.backward() and optimizer.step() yourself"
+        )
     return optimizers
 
 

@@ -121,13 +121,13 @@ class TrainStep:
         self._touched = False
 
     def __call__(self, batch: Any) -> StepResult:
-        pieces = self.splitting.pieces(batch)
+        microbatches = as_microbatches(batch, self.splitting.pieces(batch))
         repeated = False
         while True:
             try:
-                return self._call(as_microbatches(batch, pieces))
+                return self._call(microbatches)
             except BudgetError as refused:  # nothing has run yet
-                pieces = self.splitting.more(batch, refused)
+                microbatches = as_microbatches(batch, self.splitting.more(batch, refused))
             except StepMemoryError as failed:  # later calls are planned to hold less
                 failed.repeated = failed.repeated or repeated
                 if failed.repeated or not failed.undone or is_parallel(self.model):

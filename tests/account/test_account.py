@@ -64,6 +64,14 @@ def test_on_a_card_blocks_are_rounded_and_libraries_and_the_context_counted(card
     assert account.context == account.uncounted_bytes == context
 
 
+def test_on_a_card_sparse_buffers_count_by_what_they_hold() -> None:
+    """They are not copied before a step, as other small buffers are."""
+    model = nn.Linear(4, 4)
+    bare = account_of(model, (), None, hardware("t4")).buffers
+    model.register_buffer("adjacency", torch.eye(64).to_sparse())
+    assert account_of(model, (), None, hardware("t4")).buffers == bare + 2 * 64 * 8 + 512
+
+
 def test_adam_keeps_two_numbers_a_parameter() -> None:
     account = account_of(Tied(), [], torch.optim.AdamW, CPU)
     assert 2 * account.gradients <= account.optimizer_state <= 2 * account.gradients + 8

@@ -41,7 +41,10 @@ def test_two_budgets(capsys: pytest.CaptureFixture[str]) -> None:
     assert {change["sign"] for change in back} == {"-"}
     lines = ["diff", *MODEL, *EXACT, "--budget-gb", tight, "--against-budget-gb", "1", "--stage", "scheduled"]
     assert main(lines) == 0
-    assert any(line.startswith("+") for line in capsys.readouterr().out.splitlines())
+    added = {line for line in capsys.readouterr().out.splitlines() if line.startswith("+")}
+    assert added
+    assert main([*lines, "--order"]) == 0
+    assert added < {line for line in capsys.readouterr().out.splitlines() if line.startswith("+")}
 
 
 @pytest.mark.slow

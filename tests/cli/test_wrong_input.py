@@ -146,6 +146,7 @@ OTHER = {
     ("plan", "--save", "no_such_folder/plan.json"): "no_such_folder",
     ("max-batch", "--at-most", "0"): "at_most",
     ("max-batch", "--multiple-of", "8", "--at-most", "4"): "at_most must be at least 8",
+    ("max-length", "--at-most", "0"): "at_most",
     ("max-batch", "--max-added-time", "-1"): "max_added_time",
 }
 

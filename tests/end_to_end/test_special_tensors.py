@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from tests.elsewhere import counted
+
+__all__ = ["counted"]
 
 ROOMY_GB, TINY_GB = 4.0, 1e-5
 GENERATOR = torch.Generator().manual_seed(0)
@@ -134,3 +137,17 @@ def test_a_refusal_names_their_kind(case: str) -> None:
     with pytest.raises((memopt.BudgetError, memopt.CaptureError)) as refused:
         optimized(make(), TINY_GB)(*batch)
     assert kind in str(refused.value), str(refused.value)
+
+
+@pytest.mark.usefixtures("counted")
+def test_those_of_other_code_count_and_are_described() -> None:
+    """A sparse tensor shares its memory with the tensors that it was made of."""
+    at, values = torch.zeros(2, 20_000, dtype=torch.int64), torch.rand(20_000)
+    sparse = torch.sparse_coo_tensor(at, values, (2, 2), check_invariants=False)
+    nested = torch.nested.nested_tensor([torch.rand(10_000), torch.rand(20_000)])
+    plan = memopt.plan(nn.Linear(4, 1), 1, (torch.ones(2, 4),))
+    rounding = plan.account.tolerance // 2
+    assert plan.account.elsewhere > at.nbytes + values.nbytes + nested.nbytes - rounding
+    (note,) = (note for note in plan.notes if "elsewhere" in note)
+    assert "int64 [2, 20000] of 312 kB, float32 nested of 117 kB, float32 [20000] of 78.1 kB" in note
+    assert sparse.layout is torch.sparse_coo

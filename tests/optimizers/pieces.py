@@ -18,9 +18,8 @@ from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
 from memopt.levers.offload_optimizer import OFFLOAD_OPTIMIZER
 from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
 from memopt.levers.optimizer_levers import PricedLevers, apply_levers
-from memopt.levers.training_price import PCIE, TrainingFacts
+from memopt.levers.training_price import TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
-from memopt.solver.problem import Link
 from tests.train.pieces import GPT2
 
 MB = 1024**2
@@ -126,11 +125,9 @@ class Choice:
         return apply_levers(self.levers, model, optimizer)
 
 
-def priced(
-    parameters: Iterable[Tensor], optimizer: Any, device: str, choice: Choice, link: Link = PCIE
-) -> PricedLevers:
+def priced(parameters: Iterable[Tensor], optimizer: Any, device: str, choice: Choice) -> PricedLevers:
     """The last lever of a choice, on a device of the table."""
-    facts = TrainingFacts(tuple(parameters), optimizer, hardware(device), link)
+    facts = TrainingFacts(tuple(parameters), optimizer, hardware(device))
     return PricedLevers.of(facts, choice.levers).each[-1]
 
 

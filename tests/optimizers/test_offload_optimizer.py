@@ -13,6 +13,7 @@ import torch
 from torch import nn, optim
 
 import memopt
+from memopt.device.devices import hardware
 from memopt.optimizers import (
     BF16ParametersOptimizer,
     LowBitOptimizer,
@@ -20,7 +21,6 @@ from memopt.optimizers import (
     OptimizerInBackward,
     one_parameter,
 )
-from memopt.solver.problem import Link
 from tests.marks import slow
 from tests.optimizers.pieces import (
     OPTIMIZERS,
@@ -169,16 +169,13 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
     assert tells(found.after.total + found.host_bytes, measured_step(build))
 
 
-def test_the_link_sets_the_time() -> None:
-    parameters = [nn.Parameter(torch.empty(2**24, device="meta"))]
-    fast, slow = Link(25e9), Link(12.5e9, 1e-3)
-    quick, slower = (priced(parameters, "adamw", "h100", DEVICE, link) for link in (fast, slow))
-    # Two moments of float32 each way: 16 bytes an element.
-    assert quick.added_seconds == pytest.approx(16 * 2**24 / 25e9, rel=0.05)
+@pytest.mark.parametrize("card", ["t4", "h100"])
+def test_the_link_of_the_card_sets_the_time(card: str) -> None:
+    parameters, link = [nn.Parameter(torch.empty(2**24, device="meta"))], hardware(card).link
     pieces, ways, moments = 8, 2, 2
-    waiting = pieces * ways * moments * 1e-3
-    difference = slower.added_seconds - quick.added_seconds
-    assert difference == pytest.approx(16 * 2**24 / 25e9 + waiting, rel=0.01)
+    # Two moments of float32 each way: 16 bytes an element.
+    copies = 16 * 2**24 / link.bytes_per_second + pieces * ways * moments * link.latency_seconds
+    assert priced(parameters, "adamw", card, DEVICE).added_seconds == pytest.approx(copies, rel=0.05)
 
 
 def test_on_a_gpu_pinned_memory_comes_in_powers_of_two() -> None:

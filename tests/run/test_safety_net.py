@@ -220,6 +220,15 @@ def test_gradients_of_earlier_calls_that_were_added_to_are_dropped_and_it_is_sai
     assert step.effective_batch.calls == 0
 
 
+def test_a_step_of_microbatches_from_an_iterator_is_repeated() -> None:
+    model, batch = convolutions()
+    memopt.optimize(model, 1, **EXACT)
+    step = memopt.TrainStep(model, torch.optim.AdamW(model.parameters()))
+    step(batch)
+    to_fail["backward"] = 1
+    assert step(iter([batch, batch])).stepped
+
+
 class Counting(Convolutions):
     """Convolutions that count their calls in an input."""
 

@@ -211,3 +211,29 @@ def test_nothing_of_a_model_stays_after_a_second_run(state: State) -> None:
     del model
     gc.collect()
     assert not any(one() is not None for one in parameters)
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        with torch.inference_mode():
+            self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh() + self.shift
+
+
+@planned
+def test_a_model_with_buffers_made_in_inference_mode_trains() -> None:
+    """They have no version by which a write to them would be noticed, and nothing can write to them in training."""
+    torch.manual_seed(0)
+    model, plain = Shifted(), Shifted()
+    plain.layer.load_state_dict(model.layer.state_dict())
+    memopt.optimize(model, 1, precision="fp32", allow={"recompute"}, optimizer="sgd")
+    rows = torch.randn(4, 8)
+    for one in (model, plain):
+        one(rows).square().sum().backward()
+    assert memopt.status(model).plan is not None
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(own.grad, expected.grad) for own, expected in pairs)

@@ -68,6 +68,12 @@ def test_parameters_in_fp16_are_refused() -> None:
         as_optimizers(SGD(model.parameters()), model, None)
 
 
+def test_complex_parameters_are_refused() -> None:
+    model = nn.Linear(2, 1).to(torch.complex64)
+    with pytest.raises(ValueError, match="GradScaler, which takes real ones only"):
+        as_optimizers(SGD(model.parameters()), model, None)
+
+
 def test_schedulers() -> None:
     constant = lr_scheduler.ConstantLR(BODY)
     sequence = lr_scheduler.SequentialLR(BODY, [lr_scheduler.ConstantLR(BODY), constant], [2])
