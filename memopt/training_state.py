@@ -18,7 +18,7 @@ from torch import nn
 
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.modules import buffers_in, modules_of
-from memopt.compat.tensors import has_no_storage, is_wrapper, same_bits, special_kind, with_memory
+from memopt.compat.tensors import has_no_storage, is_wrapper, same_bits, set_values, special_kind, with_memory
 from memopt.device.devices import device_of
 from passes.ops.fp8_formats import histories_state, load_histories
 
@@ -71,7 +71,7 @@ class TrainingState:
             for name, copies in values.items():
                 for part, value in zip(_parts(table[name]), copies, strict=True):
                     if not same_bits(part.cpu(), value):
-                        part.detach().copy_(value)
+                        set_values(part, value)
         load_histories(self.model, self.histories)
         set_generators(self.generators, self.device)
 
@@ -250,12 +250,11 @@ class _Values:
     def undo(self) -> bool:
         """Give tensors that were written to their old values again; returns False where one has no copy. Values are
         compared too, since some kernels, such as that of batch normalisation, write without raising the version."""
-        with torch.no_grad():
-            for reference, version, kept in self.tensors:
-                if kept is None or (tensor := reference()) is None:
-                    continue
-                if tensor._version != version or not same_bits(tensor, kept.to(tensor.device)):
-                    tensor.copy_(kept)
+        for reference, version, kept in self.tensors:
+            if kept is None or (tensor := reference()) is None:
+                continue
+            if tensor._version != version or not same_bits(tensor, kept.to(tensor.device)):
+                set_values(tensor, kept)
         return self.can_be_undone()
 
 
@@ -374,12 +373,14 @@ def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     if not (_has_version(tensor) and is_on_host(tensor)) or bits is None or tensor.is_conj() or tensor.is_neg():
         copy = on_host(tensor)
         return lambda: copy
-    array = tensor.detach().view(bits).numpy().copy()
+    array = np.empty(tensor.shape, f"i{tensor.itemsize}")
+    # Not by `tensor.numpy()`, after which the tensor could no longer be resized.
+    torch.from_numpy(array).copy_(tensor.detach().view(bits))
     return lambda: torch.from_numpy(array).view(dtype)
 
 
 _CONTAINERS = {dict, OrderedDict, list, set, deque}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NEVER = -1
 """A version that no tensor has."""
 _COPIED_BYTES = 64 * 1024
@@ -435,7 +436,7 @@ def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[N
             value = before().to(parameter.device)
             if not same_bits(parameter, value):
                 if restore:
-                    parameter.detach().copy_(value)
+                    set_values(parameter, value)
                 _written.setdefault(model, set()).add(name)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from memopt.compat.tensors import same_bits
 from memopt.meter import measure_peak
 from memopt.training_state import (
     CallState,
@@ -55,6 +56,43 @@ def test_a_forward_is_undone(model: Drawing) -> None:
     assert not mean.any()
     assert model.latest is None
     assert torch.equal(model(X), first)
+
+
+class Observing(nn.Module):
+    """A model whose forward gives a buffer its size, as the observers of quantisation-aware training do."""
+
+    largest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("largest", torch.tensor([]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x).detach().amax(0)
+        if self.largest.shape != found.shape:
+            self.largest.resize_(found.shape).copy_(found)
+        self.largest.copy_(torch.maximum(self.largest, found))
+        return self.layer(x) / self.largest
+
+
+def test_a_buffer_that_the_forward_resizes_is_undone() -> None:
+    model = Observing()
+    for _ in range(2):  # a buffer that was copied can be resized again
+        with undone(model):
+            first = model(X)
+        assert model.largest.shape == (0,)
+    assert torch.equal(model(X), first)
+    with undone(model):
+        model(X + 1)
+    assert torch.equal(model(X), first)
+
+
+def test_one_element_of_any_stride_has_the_same_bits() -> None:
+    one = torch.zeros(1).as_strided((1,), (0,))
+    assert one.stride() == (0,)
+    assert same_bits(one, torch.zeros(1))
+    assert not same_bits(one, torch.tensor([-0.0]))
 
 
 def test_restoring_clears_gradients_and_they_can_be_given_back(model: Drawing) -> None:
