@@ -18,7 +18,7 @@ from memopt.account.account import Account, distinct_bytes
 from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
-from memopt.account.optimizer_trial import parameters_of
+from memopt.account.optimizer_trial import GivenOptimizer, parameters_of
 from memopt.compat.autograd import FREED, Retention
 from memopt.compat.tensors import WeakStorage, bytes_by_address
 from memopt.errors import BudgetError
@@ -151,7 +151,7 @@ class Entry:
     fixed_bytes: int | None = None
     """The bytes that count as held elsewhere without a search: what the user gave as `elsewhere_gb`, or 0 for a plan
     for another device; None where the device is searched."""
-    optimizer: Any = None
+    given_optimizer: GivenOptimizer = field(default_factory=lambda: GivenOptimizer(None))
     """The optimizer that the account counts, as the user gave it; state beyond that counts as elsewhere."""
     optimised: bool = False
     """Whether the model's calls are planned now, so that plans of other models leave room for its steps."""
@@ -261,6 +261,11 @@ class Entry:
     def notable_bytes(self) -> int:
         """The smallest change in the bytes elsewhere for which they are counted again."""
         return self.tolerance_bytes // 2
+
+    @property
+    def optimizer(self) -> Any:
+        """As `Options.optimizer`."""
+        return self.given_optimizer.now
 
     @property
     def with_state(self) -> bool:
@@ -434,7 +439,7 @@ class Entry:
     def stepped_beside(self) -> tuple[torch.Tensor, ...]:
         """The parameters outside of the model that its optimizer instance also steps, such as those of a loss with
         weights; once the optimizer has stepped, only those with state or a gradient."""
-        if not self._beside or not (state := self.optimizer.state):
+        if not self._beside or not (state := getattr(self.optimizer, "state", None)):
             return self._beside
         return tuple(one for one in self._beside if one in state or one.grad is not None)
 

@@ -54,7 +54,7 @@ class Share:
         # The parameters that fully_shard gathers and frees between regions would also be found elsewhere.
         looked_for = here and not is_fully_sharded(model)
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
-        self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.optimizer, at_least=options.forwards)
+        self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.given_optimizer, at_least=options.forwards)
         self._left: LruCache[object, int] = LruCache(_MOST_KINDS)
         """The bytes that were left to other models, at the latest moment of each kind."""
         self._freed = False
