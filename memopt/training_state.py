@@ -7,7 +7,7 @@ import random
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, ClassVar, TypeAlias
@@ -106,7 +106,8 @@ def _parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
 
 class Attributes:
     """The attributes of all modules of a model, so that they can be restored. Included are the elements of the modules'
-    dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random generators.
+    dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random generators, also
+    of those outside of the model that a module's forward names.
 
     Values that are written in place are not restored; for what `tensors` yields, `values_restored` does that."""
 
@@ -116,6 +117,11 @@ class Attributes:
         held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
         self._contents = [(container, container.copy()) for container in held.values()]
         values = {id(value): value for table, _ in self._tables for value in table.values()}
+        values |= {
+            id(value): value
+            for forward in {type(one).forward for one in model.modules()}
+            for value in _named_in(forward)
+        }
         self._generators = [(one, _state_of(one)) for one in values.values() if isinstance(one, _GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -146,19 +152,31 @@ class Attributes:
             _set_state(generator, state)
 
 
+def _named_in(function: Any) -> Iterator[Any]:
+    """The values that a function names and that are no locals of its own: globals, and what it closes over."""
+    if (code := getattr(function, "__code__", None)) is not None:
+        yield from (function.__globals__.get(name) for name in code.co_names)
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # empty
+                yield cell.cell_contents
+
+
 Contents: TypeAlias = list[tuple[Any, Any]]
-"""Pairs of a container and a shallow copy of it."""
+"""Pairs of a container and a shallow copy of it, and of a random generator and its state."""
 
 
 def contents_of(value: Any) -> Contents:
     """The dicts, lists, sets and queues within nested containers, such as the batch of a call, and the attributes of
-    objects there, each with a copy of its contents."""
+    objects there, each with a copy of its contents; and the random generators there with their states."""
     seen, left, contents = set[int](), [value], list[tuple[Any, Any]]()
     while left:
         one = left.pop()
         if id(one) in seen or isinstance(one, (torch.Tensor, nn.Module)) or callable(one):
             continue
         seen.add(id(one))
+        if isinstance(one, _GENERATORS):
+            contents.append((one, _state_of(one)))
+            continue
         own = one if type(one) in _CONTAINERS else getattr(one, "__dict__", None)
         if isinstance(own, (dict, list, set, deque)):
             contents.append((own, own.copy()))
@@ -169,8 +187,11 @@ def contents_of(value: Any) -> Contents:
 
 
 def refill(contents: Contents) -> None:
-    """Restore the contents of all containers from their copies."""
+    """Restore the contents of all containers from their copies, and the states of the generators."""
     for container, values in contents:
+        if isinstance(container, _GENERATORS):
+            _set_state(container, values)
+            continue
         container.clear()
         container.extend(values) if isinstance(container, (list, deque)) else container.update(values)
 
@@ -178,7 +199,7 @@ def refill(contents: Contents) -> None:
 @contextmanager
 def containers_restored(call: Any) -> Iterator[None]:
     """A block after which the dictionaries and lists among a call's arguments have the contents that they had before
-    it."""
+    it, and random generators among them their states."""
     contents = contents_of(call)
     try:
         yield

@@ -13,6 +13,7 @@ from memopt.meter import measure_peak
 from memopt.training_state import (
     CallState,
     TrainingState,
+    containers_restored,
     generator_states,
     parameters_restored,
     set_generators,
@@ -180,6 +181,21 @@ def test_generators_and_queues_of_a_models_own_are_undone() -> None:
         first = model()
     assert list(model.latest) == before
     assert model() == first
+
+
+def test_generators_outside_of_the_model_are_undone() -> None:
+    outside, given = np.random.default_rng(1), torch.Generator().manual_seed(1)
+
+    class Shaken(nn.Linear):
+        def forward(self, x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+            return super().forward(x) + outside.standard_normal() + torch.rand((), generator=generator)
+
+    model = Shaken(2, 2)
+    found = []
+    for _ in range(2):
+        with undone(model), containers_restored(((X,), {"generator": given})):
+            found.append(model(X, generator=given))
+    assert torch.equal(*found)
 
 
 def test_values_that_are_no_numbers_count_as_written_to_only_if_they_are(model: Drawing) -> None:

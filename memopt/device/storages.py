@@ -7,6 +7,7 @@ value counts as held.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,7 +55,9 @@ def is_view(node: fx.Node) -> bool:
 def made_bytes(maker: fx.Node, value: torch.Tensor) -> int:
     """The bytes of the storage that a node makes for a value. The gradient of an output has memory of its own, of the
     output's size, also where the output is a view of a larger tensor."""
-    return largest_value(value.nbytes) if is_tangent(maker) else storage_bytes(value)
+    if not is_tangent(maker):
+        return storage_bytes(value)
+    return largest_value(math.prod(value.shape) * value.element_size())
 
 
 def storage_bytes(value: torch.Tensor) -> int:
