@@ -168,6 +168,10 @@ class Entry:
     reached_bytes: int | None = None
     """The bytes elsewhere when that backward began; None where they are not known. Those still present when the next
     forward begins are counted then, and do not appear again."""
+    given_bytes: int | None = None
+    """The most bytes of gradients that the caller's own code gives the model's parameters, as penalties on weights do;
+    None before the first backward. On the host no search finds them: autograd keeps them until the model's backward has
+    computed the others."""
     meanwhile: int | None = None
     """The most bytes that the caller's own code holds between a forward and its backward, including the gradients of
     the outputs; None where that was not seen."""
@@ -333,11 +337,10 @@ class Entry:
     def to_appear(self, elsewhere: int) -> int:
         """The bytes elsewhere that are expected to appear between a forward and its backward, if `elsewhere` bytes are
         there already when the forward begins."""
-        return (
-            self.later_bytes
-            if self.reached_bytes is None
-            else min(self.later_bytes, max(0, self.reached_bytes - elsewhere))
-        )
+        seen = self.later_bytes
+        if self.reached_bytes is not None:
+            seen = min(seen, max(0, self.reached_bytes - elsewhere))
+        return seen + (self.given_bytes or 0)
 
     def held_after(self, plan: Plan) -> int:
         """The bytes that each further forward of a group is expected to hold, if the first one runs by `plan`: as many

@@ -180,9 +180,12 @@ class Share:
             watch_plain(self.entry, call, tensors)
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
             with as_implemented():
-                outputs = [tensor for tensor in tensors if tensor.dim() and tensor.grad_fn is not None]
-                if outputs and (distinct_bytes(outputs) > self.entry.returned_bytes or self.ledger.may_look()):
-                    UntilBackward.begin(self.entry, outputs, tensors_in(call), tangent_bytes(plan) if plan else 0)
+                differentiated = [tensor for tensor in tensors if tensor.grad_fn is not None]
+                outputs = [tensor for tensor in differentiated if tensor.dim()]
+                more = distinct_bytes(outputs) > self.entry.returned_bytes or self.entry.given_bytes is None
+                if differentiated and (more or self.ledger.may_look()):
+                    begins_with = tangent_bytes(plan) if plan else 0
+                    UntilBackward.begin(self.entry, outputs or differentiated, tensors_in(call), begins_with)
 
     def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
         """The situation of a call that begins now, without the forwards that wait. `parts` are the model's modules and
