@@ -278,7 +278,7 @@ class _HandOut(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.forward, ctx.replay, ctx.positions = forward, replay, positions
         ctx.past = (None,) * (len(values) - len(positions))
-        # Detached, because autograd treats returned inputs as views and forbids `loss /= steps` on them. On outputs that
+        # Detached, because autograd treats returned inputs as views and forbids `loss /= steps` on them. Where outputs
         # share memory it is to forbid that: the others' values would change, but not their gradients.
         outputs = values[: len(positions)]
         shared = {key for key, users in Counter(map(storage_key, outputs)).items() if users > 1}
