@@ -83,7 +83,8 @@ def reference(case: Case, make_optimizer: MakeOptimizer) -> Reference:
         for block in _checkpointed(model):
             block.direct = directly
         twin = twin_of(model, case, make_optimizer)
-        twin.call = torch.autocast("cpu", torch.bfloat16, enabled=low)(twin.call)
+        if low:
+            twin.call = torch.autocast("cpu", torch.bfloat16)(twin.call)
         return tuple(steps_of(twin))
 
     def lowered() -> Iterator[tuple[Run, ...]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memopt.compat.fakes import FakeTensorMode, failing_on_fakes
 from memopt.compat.host import HOST
@@ -47,7 +48,7 @@ class AuthorModes:
         self.mode, self.planned_for = mode, planned_for
         self.authored: list[torch.autocast] = []
         """The open autocast blocks of the model itself, outermost first."""
-        self._ambient = autocast_is_on()
+        self._enclosed = autocast_blocks() > 0
         self._caching = [torch.is_autocast_cache_enabled()]
         self._casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         self._detached: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -68,7 +69,7 @@ class AuthorModes:
         with without_torch_functions():
             self.authored.pop().__exit__(None, None, None)
         self._caching.pop()
-        if not self.authored and not self._ambient:
+        if not self.authored and not self._enclosed:
             self._casts.clear()
 
     def see(self, trace: Callable[..., Any], within: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -167,10 +168,10 @@ def autocast_is_on() -> bool:
     return any(map(torch.is_autocast_enabled, DEVICES))
 
 
-def autocast_state() -> str:
-    """A text that identifies the active autocast: device types, dtypes, and whether casts are cached; else empty."""
-    types = {device: torch.get_autocast_dtype(device) for device in DEVICES if torch.is_autocast_enabled(device)}
-    return f"{types} {torch.is_autocast_cache_enabled()}" if types else ""
+def autocast_blocks() -> int:
+    """The number of `torch.autocast` blocks that this thread is in, those that switch it off included."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def _autocast_device(args: Any, kwargs: Any) -> str | None:
@@ -195,27 +196,40 @@ def _storage(value: torch.Tensor) -> int:
     return storage_key(value)
 
 
+_ATTENTION = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
+
+
 @dataclass(frozen=True)
-class AutocastState:
-    """Whether autocast is on for each device type, with which dtype, and with or without its cache of casts."""
+class CallerModes:
+    """The modes of the caller's code that choose operators, and that Dynamo has no guards on or that do not last until
+    the backward: autocast, and the kernels of attention."""
 
     types: tuple[tuple[str, torch.dtype], ...]
     """The device types for which autocast is on, each with its dtype."""
     cached: bool
     """Whether casts of weights are kept until the outermost block ends."""
+    within: bool = False
+    """Whether there is such a block around the code, which need not switch autocast on."""
+    attention: tuple[SDPBackend, ...] = ()
+    """The kernels that `scaled_dot_product_attention` may choose from (`torch.nn.attention.sdpa_kernel`)."""
 
     @classmethod
-    def now(cls) -> AutocastState:
-        """The state of autocast in this thread now."""
+    def now(cls) -> CallerModes:
+        """The modes of this thread now."""
         on = (device for device in DEVICES if torch.is_autocast_enabled(device))
-        return cls(
-            tuple((device, torch.get_autocast_dtype(device)) for device in on), torch.is_autocast_cache_enabled()
-        )
+        types = tuple((device, torch.get_autocast_dtype(device)) for device in on)
+        attention = tuple(kernel for kernel, is_allowed in _ATTENTION.items() if is_allowed())  # type: ignore[no-untyped-call]
+        return cls(types, torch.is_autocast_cache_enabled(), autocast_blocks() > 0, attention)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A block in which autocast is in this state."""
-        present = AutocastState.now()
+        """A block in which the modes are these."""
+        present = CallerModes.now()
         wanted, given = dict(self.types), dict(present.types)
         with ExitStack() as blocks:
             for device in DEVICES:
@@ -223,4 +237,8 @@ class AutocastState:
                     on = device in wanted
                     dtype = wanted.get(device)
                     blocks.enter_context(torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=self.cached))
+            if self.within and not autocast_blocks():
+                blocks.enter_context(torch.autocast(HOST.type, enabled=False))
+            if self.attention != present.attention:
+                blocks.enter_context(sdpa_kernel(list(self.attention)))
             yield

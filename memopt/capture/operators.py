@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
@@ -203,7 +204,19 @@ def operator_graph(
 def needs_operators(graph_module: fx.GraphModule) -> bool:
     """Whether autocast is active in a region, so that its casts must be written out: AOTAutograd would cast a weight
     once per use and so sum its gradients in another dtype than the plain model does."""
-    return autocast_is_on() or any(enters_autocast(node.target) for node in graph_module.graph.nodes)
+    return autocast_is_on() or has_autocast(graph_module)
+
+
+def has_autocast(graph_module: fx.GraphModule) -> bool:
+    """Whether the code of a region, or code in it under a checkpoint, opens autocast blocks of its own."""
+    graphs = [one.graph for one in graph_module.modules() if isinstance(one, fx.GraphModule)]
+    return any(enters_autocast(node.target) for graph in graphs for node in graph.nodes)
+
+
+def has_attention(graph_module: fx.GraphModule) -> bool:
+    """Whether the code of a region calls `scaled_dot_product_attention`, which chooses a kernel."""
+    graphs = [one.graph for one in graph_module.modules() if isinstance(one, fx.GraphModule)]
+    return any(node.target is F.scaled_dot_product_attention for graph in graphs for node in graph.nodes)
 
 
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from memopt.capture.author_modes import AutocastState, Untraceable, autocast_state
+from memopt.capture.author_modes import CallerModes, Untraceable
 from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, limits_by_operators, match, without_limit
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
 from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions, mark_checkpoints
 from memopt.capture.inner_outputs import feeding
-from memopt.capture.operators import OperatorGraph, operator_graph
+from memopt.capture.operators import OperatorGraph, has_attention, has_autocast, operator_graph
 from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of
 from memopt.compat.dynamo import capture_settings, changes_objects, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
@@ -63,13 +63,16 @@ class RecordedRegion:
     """By position among the outputs of the model's call: the outputs that are computed from that one."""
     changes_objects: bool = True
     """Whether its code changes Python objects that were there before: attributes, containers, global variables."""
-    autocast: AutocastState = field(default_factory=AutocastState.now)
-    """The autocast around the region, under which it is traced."""
+    modes: CallerModes = field(default_factory=CallerModes.now)
+    """The modes of the code around the region, in which it is traced."""
     changed: frozenset[int] | None = None
     """Numbers of the inputs that the caller was seen to change in place between a forward and its backward; None before
     the first backward."""
-    _operator_graphs: dict[tuple[str, str], OperatorGraph] = field(default_factory=dict, repr=False)
-    """Operator graphs, by the device type that is planned for and the active autocast: at most two or three."""
+    _operator_graphs: dict[tuple[str, CallerModes], OperatorGraph] = field(default_factory=dict, repr=False)
+    """Operator graphs, by the device type that is planned for and the modes in which they were traced (a lever may add
+    autocast): at most two or three."""
+    _in_modes: dict[CallerModes, RecordedRegion] = field(default_factory=dict, repr=False)
+    """The same region in other modes, shared by all of these regions: see `as_called`."""
     failures_under_autocast: dict[torch.dtype, str] = field(default_factory=dict, repr=False)
     """The error of `for_autocast`, by the autocast dtype under which it was tried; empty where it runs."""
 
@@ -139,6 +142,31 @@ class RecordedRegion:
         (results,) = self.graph_module.graph.output_node().args
         values = [node.meta.get("example_value") for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+    @cached_property
+    def _has_autocast(self) -> bool:
+        return has_autocast(self.graph_module)
+
+    @cached_property
+    def _has_attention(self) -> bool:
+        return has_attention(self.graph_module)
+
+    def as_called(self) -> RecordedRegion:
+        """The region in the modes of the caller's code now, as far as they matter and Dynamo has no guards on them. The
+        kernels that are allowed for attention are other operators. Where the region opens autocast blocks, their casts
+        of a weight are kept until the caller's outermost block ends, if there is one, even if that switches autocast
+        off: this decides in which dtype the weight's gradients are summed."""
+        if not (self._has_autocast or self._has_attention):
+            return self
+        now, modes = CallerModes.now(), self.modes
+        within = now.within if self._has_autocast else modes.within
+        modes = replace(modes, within=within, attention=now.attention if self._has_attention else modes.attention)
+        if modes == self.modes:
+            return self
+        self._in_modes[self.modes] = self
+        if modes not in self._in_modes:
+            self._in_modes[modes] = replace(self, modes=modes, _operator_graphs={}, failures_under_autocast={})
+        return self._in_modes[modes]
 
     @cached_property
     def for_autocast(self) -> fx.GraphModule:
@@ -257,7 +285,7 @@ class RecordedRegion:
             )
         if self.takes_derivatives:
             raise Untraceable("the region takes derivatives itself")
-        key = planned_for, autocast_state()
+        key = planned_for, CallerModes.now()
         if key not in self._operator_graphs:
             with self.tracing():
                 graph = operator_graph(self.graph_module, self.inputs, self.parameters, self.written, planned_for)

@@ -128,7 +128,7 @@ class RegionTrace:
     @contextmanager
     def active(self) -> Iterator[None]:
         """A context in which the region is traced and compiled."""
-        with self.region.tracing(), self.region.autocast.restored(), self._autocast():
+        with self.region.tracing(), self.region.modes.restored(), self._autocast():
             yield
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -100,8 +100,12 @@ def _unchecked() -> Iterator[tuple[Private, str]]:
 
 
 def _holder(module: str) -> ModuleType | ctypes.CDLL | None:
-    """The module of that name if it is imported; for "libc10", that library of torch's. None where there is none."""
-    return libc10() if module == "libc10" else sys.modules.get(module)
+    """The module of that name if it is imported; for "libc10", that library of torch's. None where there is none, and
+    while a thread imports it."""
+    if module == "libc10":
+        return libc10()
+    found = sys.modules.get(module)
+    return None if getattr(getattr(found, "__spec__", None), "_initializing", False) else found
 
 
 def _fault(declared: Private) -> str | None:

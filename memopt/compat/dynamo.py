@@ -39,7 +39,7 @@ PRIVATE_NAMES = (
     *private("torch._dynamo.config", "_make_closure_patcher"),
     *private("torch._functorch.config", "_make_closure_patcher"),
     *private("torch.compiler.config", "_make_closure_patcher"),
-    *private("torch._dynamo.eval_frame", "cached_backends"),
+    *private("torch._dynamo.eval_frame", "cached_backends DynamoStance _stance"),
     *private("torch._dynamo.convert_frame", "input_codes.seen"),
     *private("torch._dynamo", "maybe_mark_dynamic"),
     *private("torch._C._dynamo.eval_frame", "_debug_get_cache_entry_list reset_code"),
@@ -113,12 +113,14 @@ def capture_settings() -> Iterator[None]:
     Sizes and scalars that depend on data become symbols of the graph. Beyond the limit of recompilations an error is
     raised instead of an eager run, which could exceed the budget. Derivatives that the code takes itself are calls in
     the graph. Dropout is recomputed from saved generator states. The buckets of DistributedDataParallel do not split
-    the forward. Profiles of sizes that Dynamo has written to disk are neither read nor written.
+    the forward. Profiles of sizes that Dynamo has written to disk are neither read nor written. Where the user has
+    switched `torch.compile` off, code is compiled all the same, since no budget would hold otherwise.
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
     default it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
     3.13 those of modules), and `requires_grad_` does not change them: the parameter would get no gradient."""
     import torch._dynamo.config as dynamo_config
+    from torch._dynamo import eval_frame
 
     check()
     warn_once = getattr(logging.Logger, "warning_once", None)  # transformers adds it; its cache breaks the graph
@@ -126,7 +128,7 @@ def capture_settings() -> Iterator[None]:
     with ExitStack() as stack:
         for change in _changes(ignored):
             stack.callback(change())
-        with replaced_all([*replacements(), broadcast_masks()]):
+        with replaced_all([*replacements(), broadcast_masks(), (eval_frame, "_stance", eval_frame.DynamoStance())]):
             yield
 
 
@@ -151,6 +153,7 @@ def _changes(ignored: frozenset[Any]) -> tuple[Callable[[], Callable[[], None]],
             recompile_limit=RECOMPILE_LIMIT,
             accumulated_recompile_limit=16 * RECOMPILE_LIMIT,
             fail_on_recompile_limit_hit=True,
+            disable=False,
             suppress_errors=False,
             allow_rnn=True,
             optimize_ddp=False,
@@ -185,18 +188,26 @@ def _clear_nothing() -> None:
 def compile_with(
     backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool, symbols: bool = False
 ) -> Callable[..., Any]:
-    """`call` compiled by `backend`. With `whole`, a graph break is an error.
+    """`call` compiled by `backend`, also where `TORCHDYNAMO_DISABLE` is set. With `whole`, a graph break is an error.
 
     Each set of shapes gets a graph; with `symbols`, sizes that differ between calls become symbols of one graph.
     """
     from torch._dynamo.eval_frame import cached_backends
 
     known = set(cached_backends)
-    compiled = torch.compile(call, backend=backend, dynamic=None if symbols else False, fullgraph=whole)
+    off = os.environ.pop(_OFF, None)
+    try:
+        compiled = torch.compile(call, backend=backend, dynamic=None if symbols else False, fullgraph=whole)
+    finally:
+        if off is not None:
+            os.environ[_OFF] = off
     # Dynamo keeps every backend forever so that torch._dynamo.reset() can reset it; ours has no such state.
     for added in set(cached_backends) - known:
         del cached_backends[added]
     return compiled
+
+
+_OFF = "TORCHDYNAMO_DISABLE"
 
 
 class SeenSizes:

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 import passes
 from memopt.account.account import account_of
-from memopt.capture.author_modes import autocast_state
+from memopt.capture.author_modes import CallerModes
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
 from memopt.compat.card_allocator import expandable_segments, may_turn_on_expandable_segments
 from memopt.compat.tensors import is_opaque, spread_of
@@ -98,7 +98,7 @@ class PlanJob:
             options.planned_by,
             [_own(extension) for extension in (*options.passes, *options.solvers, *_parts_of_own(options.levers))],
             sorted(map(str, MARKED)),
-            (card, device_of(card).caching and (_segments(), library()), autocast_state(), self.further),
+            (card, device_of(card).caching and (_segments(), library()), CallerModes.now(), self.further),
             parts,
         ))  # fmt: skip
         if optimizer is None or re.search(r" at 0x[0-9a-f]+>", text):
@@ -148,7 +148,6 @@ def _torch() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         backends.mkldnn.enabled,
         (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.allow_tf32),
-        [getattr(backends.cuda, f"{kernel}_sdp_enabled")() for kernel in ("flash", "mem_efficient", "math", "cudnn")],
     )
 
 

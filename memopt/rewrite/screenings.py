@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from memopt.account.account import distinct_bytes
 from memopt.account.eager_bytes import EagerBytes
-from memopt.capture.author_modes import autocast_state
+from memopt.capture.author_modes import CallerModes
 from memopt.capture.data_sizes import is_real, new_symbols
 from memopt.capture.dynamo import in_brief
 from memopt.capture.inputs import Call, call_signature, tensors_in
@@ -65,7 +65,7 @@ class Screenings:
         hold `room_bytes` (None: any) besides the model and the inputs. If it would hold more, if parameters or inputs
         have no values (fake or meta tensors), or if it fails, the plan says why fp16 was not screened.
         `differentiate_all` is as for `RecordedRegion.record`."""
-        signature = f"{call_signature(call)} {autocast_state()}"
+        signature = f"{call_signature(call)} {CallerModes.now()}"
         if signature in self._looked:
             return
         if not all(map(is_real, (*model.parameters(), *tensors_in(call)))):

@@ -68,7 +68,7 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
     Raises `PassError` where a pass fails, `NothingToRewrite` where the decision `rewriting.needed` has no passes, and
     `CaptureError` where `differentiate` does.
     """
-    with region.autocast.restored():
+    with region.modes.restored():
         operators = _rewritten_operators(region, rewriting)
         if operators is not None and operators.stages:
             traced = RegionTrace(region, to_differentiate(operators), None, backend, rewritten=True)
@@ -121,7 +121,7 @@ class Traces:
 
 def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable[..., Any]:
     """A region's forward as a function without gradients, in the dtypes that the rewriting gives it."""
-    with region.autocast.restored():
+    with region.modes.restored():
         operators = _rewritten_operators(region, replace(rewriting, needed=""))
         stages = operators.stages if operators is not None else ()
         module, low = (stages[-1], None) if stages else _not_rewritten(region, rewriting)

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import nn
 
-from memopt.capture.author_modes import autocast_state
+from memopt.capture.author_modes import CallerModes
 from memopt.capture.data_sizes import MARGIN
 from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes
 from memopt.capture.inputs import Call, call_kind
@@ -197,7 +197,7 @@ class PlansOfPaths:
         state of autocast, exchanges between ranks, and number of blocks that stay gathered. Where blocks stay gathered,
         the key also has the capture with all blocks freed: if that capture is made again, Dynamo's graphs may differ,
         and the call is captured again."""
-        text = f"{call_kind(call)} {autocast_state()} {exchange_in_words(self.model)}"
+        text = f"{call_kind(call)} {CallerModes.now()} {exchange_in_words(self.model)}"
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
     def fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> Executable:

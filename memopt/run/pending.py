@@ -226,6 +226,9 @@ class PendingForward:
             raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
         if not begins:  # gradients for further regions exist now, which the plan counts
             return
+        ledger = Ledger.of(self.entry)
+        if ledger.fits_as_before(self.entry, self.plan, needed):
+            return
         moment = self.moment_of(self, gradients)
         if not self.entry.seen_until_backward and self.plan.account.tolerance:
             self._see_what_appeared(replace(moment, closely=True))
@@ -236,6 +239,7 @@ class PendingForward:
             elsewhere_bytes = closely.elsewhere_beside(self.plan.account)
             if elsewhere_bytes > room + self._state_to_come(elsewhere_bytes):
                 self._refuse_elsewhere(elsewhere_bytes, room)
+        ledger.note_fits(self.entry, self.plan, needed)
 
     def _see_what_appeared(self, moment: Moment) -> None:
         """Record, in the first backward, the bytes that have appeared elsewhere since the forward, without forwards of

@@ -18,7 +18,7 @@ from torch import nn
 from memopt.account.account import Account
 from memopt.account.eager_bytes import ValueIsRead
 from memopt.account.plain_count import PlainStep, count_on_values, count_plain_step
-from memopt.capture.author_modes import autocast_state
+from memopt.capture.author_modes import CallerModes
 from memopt.capture.data_sizes import is_real
 from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.dynamic_shapes import at_largest
@@ -562,7 +562,7 @@ class PlainCalls:
         parameters = tuple([
             (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
         ])  # fmt: skip
-        state = situation.gradients_held, situation.buckets, autocast_state(), self._settings.number(parts.modules)
+        state = situation.gradients_held, situation.buckets, CallerModes.now(), self._settings.number(parts.modules)
         key = inputs, parameters, state, self._graph_of(call), parts.parameters[0].device
         if key not in self._kinds:
             check_device(call, self.model)

@@ -89,7 +89,7 @@ def recording(
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
-        return partial(run_region, region)
+        return lambda *inputs: run_region(region.as_called(), *inputs)
 
     return backend
 

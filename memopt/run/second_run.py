@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.author_modes import AutocastState
+from memopt.capture.author_modes import CallerModes
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.autograd import next_node_number, nodes_since, python_nodes
 from memopt.compat.operators import tree_flatten, tree_leaves, tree_unflatten
@@ -111,7 +111,7 @@ class PlainSecondRun:
     inputs: WeakInputs
     """The leaves of the arguments, and the model's parameters."""
     before: ForwardState
-    types: AutocastState
+    modes: CallerModes
     first_node: int
     """A number below those of the autograd nodes of the first run."""
     sums: list[tuple[float, float]] = field(default_factory=list)
@@ -127,7 +127,7 @@ class PlainSecondRun:
         leaves, structure = tree_flatten(call)
         inputs = WeakInputs.of([*leaves, *model.parameters()], tensors)
         before = ForwardState.of(model, tensors, ())
-        return cls(model, run, structure, inputs, before, AutocastState.now(), next_node_number())
+        return cls(model, run, structure, inputs, before, CallerModes.now(), next_node_number())
 
     def returned(self, result: Any) -> None:
         """Record the outputs of the first run."""
@@ -151,7 +151,7 @@ class PlainSecondRun:
         args, kwargs = tree_unflatten(inputs[: self.structure.num_leaves], self.structure)
         written = self.before.values.alive()
         versions = [one._version for one in written]  # unfreed nodes have saved some of them
-        with undone_but_parameters(self.model), torch.enable_grad(), self.types.restored():
+        with undone_but_parameters(self.model), torch.enable_grad(), self.modes.restored():
             self.before.undo()
             number = next_node_number()
             result = self.run(*args, **kwargs)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.capture.author_modes import AutocastState
+from memopt.capture.author_modes import CallerModes
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.dynamo_graph import BUFFERS_WRITTEN_ONCE
@@ -115,7 +115,7 @@ class Session:
         if self._loss_to_come is not None:
             loss, self._loss_to_come = self._loss_to_come, None
             return loss(*args)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (torch.compiler.is_dynamo_compiling() or self._is_compiling_in_turn()):
             return self.uncompiled(*args, **kwargs) if self.trains() else self._plain(self.forward, *args, **kwargs)
         return self._run(self.forward, (args, kwargs))
 
@@ -143,6 +143,12 @@ class Session:
         """A block in which no other thread records, plans or runs a training call, as these set state of the process.
         Without this lock where ranks wait for each other: the ranks may be threads."""
         return _IN_TURN if self._alone else nullcontext()
+
+    def _is_compiling_in_turn(self) -> bool:
+        """Whether something is being compiled or exported once no other thread records or plans: torch knows whether
+        anything is, not in which thread."""
+        with self._in_turn():
+            return torch.compiler.is_compiling()
 
     def loss(self, batch: Any, model: nn.Module | None = None) -> Any:
         """The loss of a batch, with model and loss function in one planned region. `model` is the
@@ -442,7 +448,7 @@ class Session:
         if plan is None or not self._alone:
             self._shown = plan, lambda: plan
             return
-        given = plan, on_meta(now.call), now.situation, AutocastState.now()
+        given = plan, on_meta(now.call), now.situation, CallerModes.now()
 
         @cache
         def shown() -> Plan:
@@ -520,10 +526,10 @@ class Session:
             if group := self.share.moment(call, situation).group_situation:
                 situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
             optimizer_choice.check_allowed()
-            own_types = AutocastState.now()
+            modes = CallerModes.now()
             with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():
                 try:
-                    plan = calls.plan(call, situation, own_types, advise=advise)
+                    plan = calls.plan(call, situation, modes, advise=advise)
                 except BudgetError as refused:
                     whole = self.share.ledger.for_whole_step(self.share.entry, refused)
                     raise (self._log.refused(whole) if self.options.to_train else refused) from None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.author_modes import AutocastState
+from memopt.capture.author_modes import CallerModes
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
@@ -128,13 +128,13 @@ class TrainingCalls:
             warnings.warn(f"{within}: there its steps run as the plain model does", stacklevel=2)
         return fits
 
-    def plan(self, call: Call, situation: Situation, types: AutocastState, *, advise: bool) -> Plan:
-        """The plan of a call before its first run, read from disk or made now; the first run then uses it. `types` is
+    def plan(self, call: Call, situation: Situation, modes: CallerModes, *, advise: bool) -> Plan:
+        """The plan of a call before its first run, read from disk or made now; the first run then uses it. `modes` is
         the caller's own autocast; `advise`: a `BudgetError` names changes that would help, and the receipt begins with
         the plain step. Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured."""
 
         def plain() -> ReceiptRow | None:
-            with types.restored():
+            with modes.restored():
                 return self.plain_calls.as_row(call, situation) if advise else None
 
         self.planner.screen(call, situation)
@@ -147,14 +147,14 @@ class TrainingCalls:
         self.recorded.planned(captured, call, situation, plan)
         return plan
 
-    def beside_plain(self, plan: Plan, call: Call, situation: Situation, types: AutocastState) -> Plan:
+    def beside_plain(self, plan: Plan, call: Call, situation: Situation, modes: CallerModes) -> Plan:
         """The plan with a receipt that begins with the plain step of the call, within the caller's own autocast
-        `types`; unchanged where that cannot be counted, or where the plan is for other sizes than the call's."""
+        `modes`; unchanged where that cannot be counted, or where the plan is for other sizes than the call's."""
 
         def count() -> ReceiptRow | None:
             if self.planner.accounts.account(call, situation).inputs != plan.account.inputs:
                 return None
-            with types.restored():
+            with modes.restored():
                 return self.plain_calls.as_row(call, situation)
 
         return self.road.beside_plain(plan, count)

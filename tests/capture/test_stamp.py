@@ -241,7 +241,7 @@ def test_the_operator_graph_is_that_of_the_whole(name: str, autocast: bool, monk
         return trace(module, **options)
 
     monkeypatch.setattr(operator_trace, "_trace", counted)
-    with region.tracing(), region.autocast.restored():
+    with region.tracing(), region.modes.restored():
         once = trace_operators(*given)
         monkeypatch.setattr(stamp, "find_runs", lambda *_: ())
         whole = trace_operators(*given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,8 +13,10 @@ from torch import nn
 import memopt
 from memopt.compat.autograd import nodes_since
 from memopt.errors import round_up
+from memopt.run.ledger import Moment
 from memopt.run.pending import PendingForward, hold_over, release_all
 from memopt.run.session import session_of
+from memopt.run.share import Share
 from tests.elsewhere import counted
 
 __all__ = ["counted"]
@@ -218,3 +220,38 @@ def test_room_that_a_plan_has_for_others_is_free_where_they_are_not() -> None:
     account = replace(plan.account, elsewhere=plan.account.elsewhere + for_others)
     waiting.plan = replace(plan, account=account, ceiling_bytes=plan.ceiling_bytes + for_others)
     loss.backward()
+
+
+@pytest.mark.plans_always
+@pytest.mark.usefixtures("counted")
+def test_a_backward_as_an_earlier_one_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fits where no more is allocated when it begins; where tensors have appeared, what is there is counted."""
+    counts: list[PendingForward] = []
+    own = Share.backward_moment
+
+    def counting(self: Share, forward: PendingForward, gradients: Sequence[object]) -> Moment:
+        counts.append(forward)
+        return own(self, forward, gradients)
+
+    monkeypatch.setattr(Share, "backward_moment", counting)
+    model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+    memopt.optimize(model, 0.01, precision="fp32", allow={"recompute"}, optimizer="sgd")
+    rows = torch.randn(256, 128)
+
+    def counted_in_step(appearing: int = 0) -> bool:
+        counts.clear()
+        model.zero_grad()
+        loss = model(rows).square().mean()
+        kept = torch.zeros(appearing)
+        loss.backward()
+        del kept
+        return bool(counts)
+
+    assert counted_in_step()
+    for _ in range(3):
+        counted_in_step()
+    assert not counted_in_step()
+    assert counted_in_step(appearing=10**5)
+    assert not counted_in_step()
+    with pytest.raises(memopt.BudgetError, match="elsewhere"):
+        counted_in_step(appearing=3 * 10**6)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.compat import check
+from memopt.errors import TorchNamesError
+from memopt.run import session
+from memopt.run.status import State
+from passes.compat import private
 
 pytestmark = pytest.mark.plans_always
 MB = 2**20
@@ -75,3 +84,41 @@ def test_two_models_that_are_planned_in_two_threads_at_once() -> None:
     begun = threading.Barrier(2)
     planned = in_threads(*(lambda seed=seed: losses(seed, 2.2 * MB / 2**30, begun) for seed in (1, 2)))
     assert planned == plain
+
+
+def test_a_call_waits_for_what_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says that something is being compiled, not in which thread: the call would run beside the budget."""
+    model = Deep(1)
+    memopt.optimize(model, budget_gb=0.1, optimizer="sgd", precision="fp32", allow={"recompute"})
+    compiling, called = threading.Event(), threading.Event()
+
+    def compile_something() -> None:
+        with session._IN_TURN:
+            monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+            compiling.set()
+            called.wait()
+            time.sleep(0.2)  # the other thread is at the lock by then
+            monkeypatch.setattr(torch.compiler, "_is_compiling_flag", False)
+
+    def call() -> None:
+        compiling.wait()
+        called.set()
+        model(torch.randn(16, 48)).sum().backward()
+
+    assert in_threads(compile_something, call) == [None, None]
+    assert memopt.status(model).state is State.PLANNED
+
+
+def test_modules_of_torch_that_a_thread_imports_are_checked_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = ModuleType("torch.half_imported")
+    half.__spec__ = ModuleSpec(half.__name__, None)
+    monkeypatch.setattr(half.__spec__, "_initializing", True, raising=False)
+    monkeypatch.setitem(sys.modules, half.__name__, half)
+    monkeypatch.setattr(check, "_checked", set())
+    monkeypatch.setattr(check, "_known", [0])
+    monkeypatch.setattr("memopt.compat.dynamo.PRIVATE_NAMES", (*private(half.__name__, "name"),))
+    check.check()
+    monkeypatch.setattr(half.__spec__, "_initializing", False)
+    monkeypatch.setattr(check, "_known", [0])
+    with pytest.raises(TorchNamesError, match="half_imported"):
+        check.check()

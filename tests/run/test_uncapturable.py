@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from memopt.capture import dynamo
 from memopt.run import plain_calls
 from memopt.run.ledger import Ledger
 from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
+from memopt.run.status import State
 
 pytestmark = pytest.mark.plans_always  # the plain steps would fit
 
@@ -166,3 +169,23 @@ def test_a_plain_step_is_not_refused_for_memory_that_no_tensor_holds(monkeypatch
         model(x, adjacency).backward()
         assert memopt.status(model).state is memopt.State.PLAIN
         allocated[0] = 2**30
+
+
+@pytest.mark.parametrize("switch", ["stance", "variable", "setting"])
+def test_models_are_captured_although_torch_compile_is_switched_off(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the plain model would run beside the budget, and nothing would say so."""
+    off: AbstractContextManager[object] = nullcontext()
+    if switch == "stance":
+        off = torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
+    elif switch == "variable":
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    else:
+        off = torch._dynamo.config.patch(disable=True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    memopt.optimize(model, 1.0, **EXACT)
+    with off:
+        model(torch.ones(4, 8)).sum().backward()
+    assert memopt.status(model).state is State.PLANNED
+    assert os.environ.get("TORCHDYNAMO_DISABLE") == ("1" if switch == "variable" else None)
