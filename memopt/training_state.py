@@ -7,7 +7,7 @@ import random
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, ClassVar, TypeAlias
@@ -18,7 +18,7 @@ from torch import nn
 
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.modules import buffers_in, modules_of
-from memopt.compat.tensors import has_no_storage, is_wrapper, same_bits, special_kind, with_memory
+from memopt.compat.tensors import has_no_storage, is_wrapper, same_bits, set_values, special_kind, with_memory
 from memopt.device.devices import device_of
 from passes.ops.fp8_formats import histories_state, load_histories
 
@@ -71,7 +71,7 @@ class TrainingState:
             for name, copies in values.items():
                 for part, value in zip(_parts(table[name]), copies, strict=True):
                     if not same_bits(part.cpu(), value):
-                        part.detach().copy_(value)
+                        set_values(part, value)
         load_histories(self.model, self.histories)
         set_generators(self.generators, self.device)
 
@@ -106,7 +106,8 @@ def _parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
 
 class Attributes:
     """The attributes of all modules of a model, so that they can be restored. Included are the elements of the modules'
-    dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random generators.
+    dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random generators, also
+    of those outside of the model that a module's forward names.
 
     Values that are written in place are not restored; for what `tensors` yields, `values_restored` does that."""
 
@@ -116,6 +117,11 @@ class Attributes:
         held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
         self._contents = [(container, container.copy()) for container in held.values()]
         values = {id(value): value for table, _ in self._tables for value in table.values()}
+        values |= {
+            id(value): value
+            for forward in {type(one).forward for one in model.modules()}
+            for value in _named_in(forward)
+        }
         self._generators = [(one, _state_of(one)) for one in values.values() if isinstance(one, _GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -146,19 +152,31 @@ class Attributes:
             _set_state(generator, state)
 
 
+def _named_in(function: Any) -> Iterator[Any]:
+    """The values that a function names and that are no locals of its own: globals, and what it closes over."""
+    if (code := getattr(function, "__code__", None)) is not None:
+        yield from (function.__globals__.get(name) for name in code.co_names)
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # empty
+                yield cell.cell_contents
+
+
 Contents: TypeAlias = list[tuple[Any, Any]]
-"""Pairs of a container and a shallow copy of it."""
+"""Pairs of a container and a shallow copy of it, and of a random generator and its state."""
 
 
 def contents_of(value: Any) -> Contents:
     """The dicts, lists, sets and queues within nested containers, such as the batch of a call, and the attributes of
-    objects there, each with a copy of its contents."""
+    objects there, each with a copy of its contents; and the random generators there with their states."""
     seen, left, contents = set[int](), [value], list[tuple[Any, Any]]()
     while left:
         one = left.pop()
         if id(one) in seen or isinstance(one, (torch.Tensor, nn.Module)) or callable(one):
             continue
         seen.add(id(one))
+        if isinstance(one, _GENERATORS):
+            contents.append((one, _state_of(one)))
+            continue
         own = one if type(one) in _CONTAINERS else getattr(one, "__dict__", None)
         if isinstance(own, (dict, list, set, deque)):
             contents.append((own, own.copy()))
@@ -169,8 +187,11 @@ def contents_of(value: Any) -> Contents:
 
 
 def refill(contents: Contents) -> None:
-    """Restore the contents of all containers from their copies."""
+    """Restore the contents of all containers from their copies, and the states of the generators."""
     for container, values in contents:
+        if isinstance(container, _GENERATORS):
+            _set_state(container, values)
+            continue
         container.clear()
         container.extend(values) if isinstance(container, (list, deque)) else container.update(values)
 
@@ -178,7 +199,7 @@ def refill(contents: Contents) -> None:
 @contextmanager
 def containers_restored(call: Any) -> Iterator[None]:
     """A block after which the dictionaries and lists among a call's arguments have the contents that they had before
-    it."""
+    it, and random generators among them their states."""
     contents = contents_of(call)
     try:
         yield
@@ -252,12 +273,11 @@ class _Values:
     def undo(self) -> bool:
         """Give tensors that were written to their old values again; returns False where one has no copy. Values are
         compared too, since some kernels, such as that of batch normalisation, write without raising the version."""
-        with torch.no_grad():
-            for reference, version, kept in self.tensors:
-                if kept is None or (tensor := reference()) is None:
-                    continue
-                if tensor._version != version or not same_bits(tensor, kept.to(tensor.device)):
-                    tensor.copy_(kept)
+        for reference, version, kept in self.tensors:
+            if kept is None or (tensor := reference()) is None:
+                continue
+            if tensor._version != version or not same_bits(tensor, kept.to(tensor.device)):
+                set_values(tensor, kept)
         return self.can_be_undone()
 
 
@@ -381,12 +401,14 @@ def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     if not (_has_version(tensor) and is_on_host(tensor)) or bits is None or tensor.is_conj() or tensor.is_neg():
         copy = on_host(tensor)
         return lambda: copy
-    array = tensor.detach().view(bits).numpy().copy()
+    array = np.empty(tensor.shape, f"i{tensor.itemsize}")
+    # Not by `tensor.numpy()`, after which the tensor could no longer be resized.
+    torch.from_numpy(array).copy_(tensor.detach().view(bits))
     return lambda: torch.from_numpy(array).view(dtype)
 
 
 _CONTAINERS = {dict, OrderedDict, list, set, deque}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NEVER = -1
 """A version that no tensor has."""
 _COPIED_BYTES = 64 * 1024
@@ -442,7 +464,7 @@ def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[N
             value = before().to(parameter.device)
             if not same_bits(parameter, value):
                 if restore:
-                    parameter.detach().copy_(value)
+                    set_values(parameter, value)
                 _written.setdefault(model, set()).add(name)
 
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from memopt.compat.tensors import same_bits
 from memopt.meter import measure_peak
 from memopt.training_state import (
     CallState,
     ForwardState,
     TrainingState,
+    containers_restored,
     generator_states,
     parameters_restored,
     set_generators,
@@ -56,6 +58,43 @@ def test_a_forward_is_undone(model: Drawing) -> None:
     assert not mean.any()
     assert model.latest is None
     assert torch.equal(model(X), first)
+
+
+class Observing(nn.Module):
+    """A model whose forward gives a buffer its size, as the observers of quantisation-aware training do."""
+
+    largest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("largest", torch.tensor([]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x).detach().amax(0)
+        if self.largest.shape != found.shape:
+            self.largest.resize_(found.shape).copy_(found)
+        self.largest.copy_(torch.maximum(self.largest, found))
+        return self.layer(x) / self.largest
+
+
+def test_a_buffer_that_the_forward_resizes_is_undone() -> None:
+    model = Observing()
+    for _ in range(2):  # a buffer that was copied can be resized again
+        with undone(model):
+            first = model(X)
+        assert model.largest.shape == (0,)
+    assert torch.equal(model(X), first)
+    with undone(model):
+        model(X + 1)
+    assert torch.equal(model(X), first)
+
+
+def test_one_element_of_any_stride_has_the_same_bits() -> None:
+    one = torch.zeros(1).as_strided((1,), (0,))
+    assert one.stride() == (0,)
+    assert same_bits(one, torch.zeros(1))
+    assert not same_bits(one, torch.tensor([-0.0]))
 
 
 def test_restoring_clears_gradients_and_they_can_be_given_back(model: Drawing) -> None:
@@ -143,6 +182,21 @@ def test_generators_and_queues_of_a_models_own_are_undone() -> None:
         first = model()
     assert list(model.latest) == before
     assert model() == first
+
+
+def test_generators_outside_of_the_model_are_undone() -> None:
+    outside, given = np.random.default_rng(1), torch.Generator().manual_seed(1)
+
+    class Shaken(nn.Linear):
+        def forward(self, x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+            return super().forward(x) + outside.standard_normal() + torch.rand((), generator=generator)
+
+    model = Shaken(2, 2)
+    found = []
+    for _ in range(2):
+        with undone(model), containers_restored(((X,), {"generator": given})):
+            found.append(model(X, generator=given))
+    assert torch.equal(*found)
 
 
 def test_values_that_are_no_numbers_count_as_written_to_only_if_they_are(model: Drawing) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,38 @@ OptimizerLike: TypeAlias = "type[Optimizer] | Optimizer | Callable[..., Optimize
 
 Layout: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype]
 """Shape, strides and dtype of a parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class GivenOptimizer:
+    """The optimizer that the user gave, which is kept alive only where another one like it cannot be made: a loop may
+    replace its optimizer, as when layers are unfrozen, and the state of the first one is then to be freed."""
+
+    kept: OptimizerLike
+    """What was given; of an instance of torch's own classes, a function that makes another one with its options."""
+    instance: weakref.ref[Optimizer] | None = None
+
+    @classmethod
+    def of(cls, optimizer: OptimizerLike) -> GivenOptimizer:
+        """The optimizer, held weakly where it is an instance of one of torch's own classes."""
+        if not isinstance(optimizer, Optimizer) or type(optimizer) not in vars(torch.optim).values():
+            return cls(optimizer)
+        kind: Any = type(optimizer)
+        takes = inspect.signature(kind).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in takes}
+        return cls(partial(kind, **options), weakref.ref(optimizer))
+
+    @property
+    def now(self) -> OptimizerLike:
+        """What was given; once an instance is gone, a function that makes another one with its options."""
+        alive = self.instance() if self.instance is not None else None
+        return self.kept if alive is None else alive
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GivenOptimizer) and self.now == other.now
+
+    def __hash__(self) -> int:
+        return hash(self.now)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from memopt.compat.host import device_among
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
 from memopt.compat.joint_trace import AotTrace, JointGraphTraced, trace_region
 from memopt.compat.operators import without_autocast
-from memopt.compat.symbols import data_symbols_of, is_symbolic
+from memopt.compat.symbols import data_symbols_of, has_gaps
 from memopt.errors import CaptureError
 from passes import copy_graph_module, is_random
 from passes.graphs.edit import on_stored_values, refresh
@@ -76,7 +76,8 @@ def lay_out_again(graph: fx.Graph) -> None:
     with on_stored_values(graph):
         for node in graph.nodes:
             reads = node.all_input_nodes
-            if node.op != "call_function" or (changed.isdisjoint(reads) and not any(map(_has_gaps, reads))):
+            gaps = any(has_gaps(read.meta.get("val")) for read in reads)
+            if node.op != "call_function" or (changed.isdisjoint(reads) and not gaps):
                 continue
             stored = node.meta.get("val")
             try:
@@ -91,15 +92,6 @@ def lay_out_again(graph: fx.Graph) -> None:
                 changed.add(node)
             else:
                 node.meta["val"] = stored
-
-
-def _has_gaps(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor between whose elements there is memory that is not its own."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or is_symbolic(value):
-        return False
-    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return 0 not in value.stride() and reach >= value.numel() > 0
 
 
 def not_compiled(failure: InductorFailed) -> CaptureError:

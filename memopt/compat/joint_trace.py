@@ -11,17 +11,20 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch._logging._internal import getArtifactLogger
+from torch._prims_common import suggest_memory_format
 
 from memopt.compat.check import check
 from memopt.compat.eager_mode import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
+from memopt.compat.symbols import has_gaps
 from memopt.compat.true_results import correct_strides
-from passes.compat import erase_all, forget_erased, private, replaced_all
+from passes.compat import Replacement, erase_all, forget_erased, private, replaced_all
 
 PRIVATE_NAMES = (
     *private(
@@ -46,6 +49,9 @@ PRIVATE_NAMES = (
         "ViewAndMutationMeta.subclass_inp_meta ViewAndMutationMeta.bw_donated_idxs",
         needed=False,
     ),
+    *private("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta.from_tensor", call="tensor"),
+    *private("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta", call="memory_format="),
+    *private("torch._prims_common", "suggest_memory_format"),
     *private("torch._logging._internal", "getArtifactLogger"),
     *private("torch._dynamo.symbolic_convert", "TensorifyState.force_specializations"),
 )
@@ -141,7 +147,8 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
     check()
     correct_strides(traced_mode())
-    with eager_kernels(), dead_draws_kept(), replaced_all([broadcast_masks()]), ExitStack() as stack:
+    replacements = [broadcast_masks(), gradients_without_gaps()]
+    with eager_kernels(), dead_draws_kept(), replaced_all(replacements), ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(
             stack, graph_module, tuple(inputs), keep_inference_input_mutations=True
         )
@@ -162,6 +169,28 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
     for node in joint.graph.nodes:
         node.meta.pop("tensor_meta", None)  # a second description of `val`
     return AotTrace(joint, forward_outputs, state, capture)
+
+
+def gradients_without_gaps() -> Replacement:
+    """A replacement by which AOTAutograd takes the gradients of outputs that are views with gaps in contiguous memory.
+
+    It would copy them to the strides of the view, gaps included: each column of a matrix would take as much memory as
+    the whole matrix."""
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+
+    return MemoryFormatMeta, "from_tensor", _gapless(MemoryFormatMeta.from_tensor)
+
+
+@cache
+def _gapless(own: Callable[..., Any]) -> Any:
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+
+    def from_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_gaps(tensor):
+            return MemoryFormatMeta(memory_format=suggest_memory_format(tensor))
+        return own(tensor, *args, **kwargs)
+
+    return from_tensor
 
 
 def constants_as_attributes(module: fx.GraphModule) -> fx.GraphModule:

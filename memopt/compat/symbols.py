@@ -158,6 +158,16 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def has_gaps(value: Any) -> bool:
+    """Whether a value is a tensor of known sizes between whose elements there is memory that is not its own."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
+        return False
+    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return 0 not in value.stride() and reach >= value.numel() > 0
+
+
 def plain_symbol(size: int | torch.SymInt) -> str | None:
     """The name of a size's symbol; None if the size is a number, or an expression such as `2*s0`."""
     if isinstance(size, int):

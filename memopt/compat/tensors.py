@@ -126,7 +126,17 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not has_numbers or one.layout is not torch.strided or is_wrapper(one):
         return torch.equal(one, other)
     plain = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
+    # A tensor of one element is contiguous with any stride; only one of 1 can be viewed as bytes.
+    return torch.equal(*(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in plain))
+
+
+def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values to a tensor, which gets their sizes: a forward may have resized it, as the observers of
+    quantisation-aware training resize their buffers."""
+    with torch.no_grad():
+        if tensor.shape != values.shape:
+            tensor.resize_(values.shape)
+        tensor.copy_(values)
 
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ value counts as held.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,7 @@ from memopt.compat.operators import OpOverload
 from memopt.compat.symbols import largest_value
 from passes import FoundReuse, is_pure
 from passes.graphs.aliases import Aliases, find_aliases, results_of, viewed_argument
-from passes.graphs.node_facts import backward_nodes
+from passes.graphs.node_facts import backward_nodes, is_tangent
 from passes.graphs.op_kinds import is_pointwise, mutated_arguments, op_name
 
 tensors_of = results_of
@@ -31,7 +32,7 @@ class Storages(Aliases):
     @cached_property
     def bytes(self) -> tuple[int, ...]:
         """The bytes of every storage, in the order of `blocks`."""
-        return tuple(storage_bytes(block.value) for block in self.blocks)
+        return tuple(made_bytes(block.maker, block.value) for block in self.blocks)
 
 
 def find_storages(
@@ -49,6 +50,14 @@ def find_storages(
 def is_view(node: fx.Node) -> bool:
     """Returns whether the node's result shares the memory of one of its arguments."""
     return viewed_argument(node) is not None
+
+
+def made_bytes(maker: fx.Node, value: torch.Tensor) -> int:
+    """The bytes of the storage that a node makes for a value. The gradient of an output has memory of its own, of the
+    output's size, also where the output is a view of a larger tensor."""
+    if not is_tangent(maker):
+        return storage_bytes(value)
+    return largest_value(math.prod(value.shape) * value.element_size())
 
 
 def storage_bytes(value: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memopt.account.optimizer_trial import fused
+from memopt.account.optimizer_trial import GivenOptimizer, fused
 from memopt.capture.inputs import Call, on_meta
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.capture.tensor_parallel import meta_copy
@@ -168,7 +168,7 @@ class _Advice:
 
     def with_optimizer(self, optimizer: Any, lean: Priced) -> int:
         """The smallest budget in bytes for the step `lean` with another optimizer."""
-        planner = self.like(self.planner, optimizer=optimizer)
+        planner = self.like(self.planner, given_optimizer=GivenOptimizer.of(optimizer))
         account = planner.accounts.account(self.call, self.situation, reached=self.planner.accounts.reached)
         return lean.under(account).smallest()[0]
 

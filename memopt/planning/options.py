@@ -14,7 +14,7 @@ import torch
 from typing_extensions import Unpack
 
 from memopt.account.optimizer_account import refuse, takes_singly
-from memopt.account.optimizer_trial import trial
+from memopt.account.optimizer_trial import GivenOptimizer, trial
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
@@ -157,12 +157,12 @@ def _check_loss(loss_fn: Any) -> Any:
     return loss_fn
 
 
-def _check_optimizer(optimizer: Any) -> Any:
+def _check_optimizer(optimizer: Any) -> GivenOptimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         refuse(optimizer)
     elif optimizer is not None and not takes_singly(optimizer):  # those need no check, and making one loads Dynamo
         refuse(trial(optimizer, {}, HOST))
-    return optimizer
+    return GivenOptimizer.of(optimizer)
 
 
 def _check_passes(given: Sequence[Pass]) -> tuple[Pass, ...]:
@@ -218,7 +218,7 @@ class Options:
 
     budget_bytes: int
     loss_fn: Callable[..., Any] | None = field(metadata=_given(None, _check_loss))
-    optimizer: Any = field(metadata=_given(torch.optim.AdamW, _check_optimizer))
+    given_optimizer: GivenOptimizer = field(metadata=_given(torch.optim.AdamW, _check_optimizer, "optimizer"))
     precision: Policy = field(metadata=_given("auto", check_policy))
     levers: tuple[Lever, ...] = field(metadata=_given(DEFAULT_LEVERS, check_allow, "allow"))
     """The allowed levers, in the order in which they are tried."""
@@ -249,6 +249,11 @@ class Options:
     there. Plans of `memopt.plan` are only shown."""
     one_by_one: bool = False
     """Whether each backward belongs to one forward although several forwards wait, as in a stage of a pipeline."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that plans count: as it was given, or, once that instance is gone, one with its options."""
+        return self.given_optimizer.now
 
     @cached_property
     def allow(self) -> frozenset[str]:
@@ -311,7 +316,7 @@ def check_options(budget_gb: float | None, **options: Unpack[PlanOptions]) -> Op
     for name, one in _options().items():
         check = one.metadata["check"]
         values[one.name] = check(given[name]) if check else given[name]
-    device, precision, optimizer = given["device"], values["precision"], values["optimizer"]
+    device, precision, optimizer = given["device"], values["precision"], given["optimizer"]
     if given["calibrate"] and device is not None:
         raise ValueError(f"calibrate measures the device at hand, not {device!r}; give one of device and calibrate")
     names = [lever.name for lever in values["levers"]]

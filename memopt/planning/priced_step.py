@@ -19,7 +19,7 @@ from memopt.capture.operators import NOTHING, Operators, Rewriting
 from memopt.compat.symbols import known_sizes, sizes_up_to
 from memopt.device import Hardware
 from memopt.device.devices import device_of
-from memopt.device.storages import storage_bytes, tensors_of
+from memopt.device.storages import made_bytes, storage_bytes, tensors_of
 from memopt.lru import LruCache
 from memopt.optimizers import Stepping
 from memopt.planning.cluster import ShardedCall
@@ -124,7 +124,7 @@ class TracedStep:
             return 0
         given = self.regions[number].module.graph.find_nodes(op="placeholder")
         with self.with_sizes(number):
-            return sum(storage_bytes(tensor) for node in given if is_tangent(node) for tensor in tensors_of(node))
+            return sum(made_bytes(node, tensor) for node in given if is_tangent(node) for tensor in tensors_of(node))
 
     @property
     def draws(self) -> bool:

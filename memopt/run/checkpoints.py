@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from memopt.capture.inputs import tensors_in
 from memopt.compat.host import is_on_host
 from memopt.compat.modules import compiled_call, plain_call, reset_compiled_call, set_compiled_call
-from memopt.compat.tensors import same_bits
+from memopt.compat.tensors import same_bits, set_values
 from memopt.training_state import Attributes, written_parameters
 
 Spots: TypeAlias = tuple["_Spot", ...]
@@ -193,9 +193,8 @@ class _State:
 
 
 def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for tensor, value in values:
-            tensor.copy_(value)
+    for tensor, value in values:
+        set_values(tensor, value)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from memopt.account.account import Account, distinct_bytes
 from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_copy import held_tensors
-from memopt.account.optimizer_trial import parameters_of
+from memopt.account.optimizer_trial import GivenOptimizer, parameters_of
 from memopt.compat.autograd import FREED, Retention
 from memopt.compat.tensors import WeakStorage, bytes_by_address
 from memopt.errors import BudgetError
@@ -151,7 +151,7 @@ class Entry:
     fixed_bytes: int | None = None
     """The bytes that count as held elsewhere without a search: what the user gave as `elsewhere_gb`, or 0 for a plan
     for another device; None where the device is searched."""
-    optimizer: Any = None
+    given_optimizer: GivenOptimizer = field(default_factory=lambda: GivenOptimizer(None))
     """The optimizer that the account counts, as the user gave it; state beyond that counts as elsewhere."""
     optimised: bool = False
     """Whether the model's calls are planned now, so that plans of other models leave room for its steps."""
@@ -168,6 +168,10 @@ class Entry:
     reached_bytes: int | None = None
     """The bytes elsewhere when that backward began; None where they are not known. Those still present when the next
     forward begins are counted then, and do not appear again."""
+    given_bytes: int | None = None
+    """The most bytes of gradients that the caller's own code gives the model's parameters, as penalties on weights do;
+    None before the first backward. On the host no search finds them: autograd keeps them until the model's backward has
+    computed the others."""
     meanwhile: int | None = None
     """The most bytes that the caller's own code holds between a forward and its backward, including the gradients of
     the outputs; None where that was not seen."""
@@ -263,6 +267,11 @@ class Entry:
         return self.tolerance_bytes // 2
 
     @property
+    def optimizer(self) -> Any:
+        """As `Options.optimizer`."""
+        return self.given_optimizer.now
+
+    @property
     def with_state(self) -> bool:
         """Whether plans count optimizer state, so that state beyond what they count is counted as outside of the
         step."""
@@ -328,11 +337,10 @@ class Entry:
     def to_appear(self, elsewhere: int) -> int:
         """The bytes elsewhere that are expected to appear between a forward and its backward, if `elsewhere` bytes are
         there already when the forward begins."""
-        return (
-            self.later_bytes
-            if self.reached_bytes is None
-            else min(self.later_bytes, max(0, self.reached_bytes - elsewhere))
-        )
+        seen = self.later_bytes
+        if self.reached_bytes is not None:
+            seen = min(seen, max(0, self.reached_bytes - elsewhere))
+        return seen + (self.given_bytes or 0)
 
     def held_after(self, plan: Plan) -> int:
         """The bytes that each further forward of a group is expected to hold, if the first one runs by `plan`: as many
@@ -434,7 +442,7 @@ class Entry:
     def stepped_beside(self) -> tuple[torch.Tensor, ...]:
         """The parameters outside of the model that its optimizer instance also steps, such as those of a loss with
         weights; once the optimizer has stepped, only those with state or a gradient."""
-        if not self._beside or not (state := self.optimizer.state):
+        if not self._beside or not (state := getattr(self.optimizer, "state", None)):
             return self._beside
         return tuple(one for one in self._beside if one in state or one.grad is not None)
 

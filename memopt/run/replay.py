@@ -4,6 +4,7 @@ that the plan does not compute."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from memopt.capture.inner_outputs import InnerOutputs, TensorKind, is_written, r
 from memopt.capture.region import RecordedRegion
 from memopt.compat.autograd import is_batched, keeps_graph, note_reached
 from memopt.compat.host import device_among
+from memopt.compat.tensors import storage_key
 from memopt.errors import UnplannedGradientError
 from memopt.run.on_demand import Later
 from memopt.run.pending import PendingForward
@@ -276,8 +278,11 @@ class _HandOut(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.forward, ctx.replay, ctx.positions = forward, replay, positions
         ctx.past = (None,) * (len(values) - len(positions))
-        # Detached, because autograd treats returned inputs as views and forbids `loss /= steps` on them.
-        return tuple([value.detach() for value in values[: len(positions)]])
+        # Detached, because autograd treats returned inputs as views and forbids `loss /= steps` on them. Where outputs
+        # share memory it is to forbid that: the others' values would change, but not their gradients.
+        outputs = values[: len(positions)]
+        shared = {key for key, users in Counter(map(storage_key, outputs)).items() if users > 1}
+        return tuple([one.view_as(one) if storage_key(one) in shared else one.detach() for one in outputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

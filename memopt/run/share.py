@@ -54,7 +54,7 @@ class Share:
         # The parameters that fully_shard gathers and frees between regions would also be found elsewhere.
         looked_for = here and not is_fully_sharded(model)
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
-        self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.optimizer, at_least=options.forwards)
+        self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.given_optimizer, at_least=options.forwards)
         self._left: LruCache[object, int] = LruCache(_MOST_KINDS)
         """The bytes that were left to other models, at the latest moment of each kind."""
         self._freed = False
@@ -180,9 +180,12 @@ class Share:
             watch_plain(self.entry, call, tensors)
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
             with as_implemented():
-                outputs = [tensor for tensor in tensors if tensor.dim() and tensor.grad_fn is not None]
-                if outputs and (distinct_bytes(outputs) > self.entry.returned_bytes or self.ledger.may_look()):
-                    UntilBackward.begin(self.entry, outputs, tensors_in(call), tangent_bytes(plan) if plan else 0)
+                differentiated = [tensor for tensor in tensors if tensor.grad_fn is not None]
+                outputs = [tensor for tensor in differentiated if tensor.dim()]
+                more = distinct_bytes(outputs) > self.entry.returned_bytes or self.entry.given_bytes is None
+                if differentiated and (more or self.ledger.may_look()):
+                    begins_with = tangent_bytes(plan) if plan else 0
+                    UntilBackward.begin(self.entry, outputs or differentiated, tensors_in(call), begins_with)
 
     def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
         """The situation of a call that begins now, without the forwards that wait. `parts` are the model's modules and

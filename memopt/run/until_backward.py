@@ -49,6 +49,7 @@ class UntilBackward:
         self.entry: Callable[[], Entry | None] = weakref.ref(entry)
         self.ended = self._marked = False
         self._begin_mark, self._end_mark = next(_MARKS), next(_MARKS)
+        self._loss_is_outside = any(output.dim() for output in outputs)
         self._returned_bytes = distinct_bytes(outputs)
         self._begins_with = max(self._returned_bytes, tangent_bytes)
         self._outputs, self._given = tuple(weak_storages(outputs)), tuple(weak_storages(given))
@@ -61,13 +62,15 @@ class UntilBackward:
     def begin(
         cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int = 0
     ) -> None:
-        """Begin to observe when a forward returns `outputs`, which require gradients. `given` are the tensors of its
+        """Begin to observe when a forward returns `outputs`, which require gradients: those of a loss outside of the
+        model, or single numbers. `given` are the tensors of its
         call; like outputs and parameters, they are counted elsewhere. `tangent_bytes`: the size of the gradients that
         the backward of its plan begins with; 0 without a plan."""
         cls.drop()
         cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
-        if PeakMeter.running() is not None and device_of(entry.device).is_host:
+        on_host = device_of(entry.device).is_host
+        if on_host and seen._loss_is_outside and PeakMeter.running() is not None:
             PeakMeter.listeners.append(seen.read)
             _mark(seen._begin_mark)
 
@@ -97,8 +100,9 @@ class UntilBackward:
     @classmethod
     def look(cls, roots: Sequence[Any]) -> None:
         """Called when a backward starts at `roots` (tensors or edges). If its autograd graph leads to the latest
-        forward, estimate from the graph the bytes that the caller's code holds between the two, and record the most in
-        the model's entry (`Entry.meanwhile`)."""
+        forward, estimate from the graph the bytes that the caller's code holds between the two, where the loss is
+        outside of the model, and those of its gradients of the model's parameters, and record the most in the model's
+        entry (`Entry.meanwhile`, `given_bytes`)."""
         seen = cls._running
         entry = None if seen is None else seen.entry()
         if seen is None or entry is None:
@@ -106,6 +110,11 @@ class UntilBackward:
         nodes, ends = graph_until(roots, lambda node: _RETURNED in node.metadata)
         if any(node.metadata[_RETURNED]() is seen for node in ends):
             backward_starts(None)
+            if device_of(entry.device).is_host:
+                given = distinct_bytes(leaves_of(nodes) & set(entry.model.parameters()))
+                entry.given_bytes = max(entry.given_bytes or 0, given)
+            if not seen._loss_is_outside:
+                return
             own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], entry.device)
             counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
             returned = {storage.address: storage.nbytes for storage in seen._outputs}
@@ -159,6 +168,12 @@ def held_bytes(
             readers[address] -= 1
             held -= sizes[address] if not readers[address] and address not in left_out else 0
     return all_saved + largest, most
+
+
+def leaves_of(nodes: Iterable[Any]) -> set[torch.Tensor]:
+    """The leaf tensors to which these autograd nodes pass gradients."""
+    edges = [edge for node in nodes for edge, _ in node.next_functions]
+    return {edge.variable for edge in edges if hasattr(edge, "variable")}
 
 
 def staying(guessed_bytes: int) -> int:

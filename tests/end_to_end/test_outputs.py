@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import memopt
 from examples.models import language_models
 from examples.models.language_models import SMALL_CONFIGS, Batch, dropping, holding, peak_bytes
+from memopt.errors import GIB
 from tests.elsewhere import counted  # noqa: F401
 from tests.marks import slow
 from tests.smallest import smallest_gb
@@ -149,3 +150,37 @@ def test_in_bf16_it_has_the_plain_dtype() -> None:
     logits = model(**batch).logits
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, expected, rtol=0.1, atol=0.05)
+
+
+class Parts(nn.Module):
+    """Returns a matrix as a tuple of its rows or columns, which are views of it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4))
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.split(1, self.dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_gradients_of_outputs_that_are_views_are_as_large_as_these(dim: int) -> None:
+    """Not as large as the matrix, each."""
+    plain, x = Parts(dim), torch.randn(256, 32)
+    model = copy.deepcopy(plain)
+
+    def step_bytes(of: nn.Module) -> int:
+        of.zero_grad()
+        with memopt.measure_peak("cpu") as peak:
+            torch.stack([part.square().mean() for part in of(x)]).sum().backward()
+        return peak.allocated_bytes
+
+    budget = 0.7 * max(step_bytes(plain), step_bytes(plain))
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), x))
+    memopt.optimize(model, (held + budget) / GIB, optimizer=None, elsewhere_gb=0, **EXACT)
+    assert max(step_bytes(model), step_bytes(model)) <= budget
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]

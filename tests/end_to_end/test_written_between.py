@@ -106,3 +106,24 @@ def test_a_value_of_another_region_that_is_written_over_is_not_read_again(share:
     assert not copied.recomputable, "what AOTAutograd copies is not there any more in the backward"
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
+
+
+class Transposed(Blocks):
+    """Returns a matrix and a view of it."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return h, h.t()
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("number", [0, 1])
+def test_outputs_that_share_memory_are_not_written_to_in_silence(number: int) -> None:
+    """Autograd does not know here that the gradient of one changes where the other is scaled."""
+    model = memopt.optimize(Transposed(), 1.0, **EXACT)
+    outputs = model(torch.randn(16, 32))
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        outputs[number].mul_(2)
+    sum(output.square().sum() for output in outputs).backward()

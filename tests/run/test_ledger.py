@@ -11,6 +11,7 @@ import memopt
 from memopt.account.account import account_of
 from memopt.account.eager_bytes import allocated_bytes
 from memopt.account.elsewhere import Elsewhere, in_steps
+from memopt.account.optimizer_trial import GivenOptimizer
 from memopt.compat.host import LEGACY_PROFILER
 from memopt.compat.tensors import weak_storages
 from memopt.device import hardware
@@ -41,7 +42,7 @@ def test_what_belongs_to_the_model_and_its_call_is_not_elsewhere() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(inputs).sum().backward()
     optimizer.step()
-    entry = Entry(model, 100 * MB, optimizer=optimizer)
+    entry = Entry(model, 100 * MB, given_optimizer=GivenOptimizer.of(optimizer))
     addresses = frozenset(storage.address for storage in weak_storages([held]))
     found = now(Moment(entry, inputs=(inputs,), addresses=lambda: addresses))
     assert found.other < 100_000

@@ -315,3 +315,37 @@ def test_each_forward_within_a_meter_is_read_between_its_own_marks(monkeypatch: 
                 classes(planned(torch.randn(rows, 128))).backward()
         seen.append(session_of(planned).share.entry.meanwhile)
     assert seen[0] == seen[1]
+
+
+class Loss32(nn.Module):
+    """Layers that return their loss, or their output."""
+
+    def __init__(self, loss_inside: bool) -> None:
+        super().__init__()
+        self.layers, self.loss_inside = model(32), loss_inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return classes(self.layers(x)) if self.loss_inside else self.layers(x)
+
+
+@pytest.mark.parametrize("loss_inside", [False, True])
+def test_gradients_of_penalties_on_weights_are_in_the_budget(loss_inside: bool) -> None:
+    """They wait in autograd's buffers until the model's backward has computed the others."""
+    trained, x = Loss32(loss_inside), torch.randn(ROWS // 2, 128)
+
+    def step_bytes() -> int:
+        trained.zero_grad()
+        with memopt.measure_peak("cpu") as peak:
+            found = trained(x)
+            loss = found if loss_inside else classes(found)
+            del found
+            (loss + 1e-3 * sum(parameter.abs().sum() for parameter in trained.parameters())).backward()
+        return peak.bytes
+
+    budget = int(0.7 * max(step_bytes(), step_bytes()))
+    memopt.optimize(trained, budget / GIB, optimizer=None, precision="fp32", allow={"recompute", "reinplace"})
+    step_bytes()
+    assert max(step_bytes(), step_bytes()) <= budget
+    session = session_of(trained)
+    assert session is not None
+    assert session.share.entry.given_bytes == sum(parameter.nbytes for parameter in trained.parameters())
