@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -81,13 +82,16 @@ def read_for_numbers(backward: Collection[fx.Node]) -> frozenset[fx.Node]:
         for source in pending.pop().all_input_nodes:
             if source not in backward:
                 found.add(source)
-            elif source not in seen and (is_pointwise(source) or is_view(source) or op_name(source) in _ON_THE_WAY):
+            elif source not in seen and _is_on_the_way(source):
                 seen.add(source)
                 pending.append(source)
     return frozenset(found)
 
 
-_ON_THE_WAY = _TOLERATE_BF16 | {"sum", "_to_copy", "getitem"}
+def _is_on_the_way(node: fx.Node) -> bool:
+    """Whether `read_for_numbers` goes on beyond a node: `getitem` too, as backwards of norms have several results."""
+    picks_one = node.target is operator.getitem
+    return picks_one or is_pointwise(node) or is_view(node) or op_name(node) in _TOLERATE_BF16 | {"sum", "_to_copy"}
 
 
 def _sums_all(node: fx.Node) -> bool:
