@@ -244,3 +244,11 @@ def _without_root(source: str) -> str:
     source = re.sub(r"\[(\d+)\]", r".\1", source)
     root = re.match(r"[LG]\['[^']*'\](\.__closure__\.\d+|\.__self__|\.__func__|\.cell_contents)*\.?", source)
     return source[root.end() :] if root else source
+
+
+def block_of(path: str) -> str:
+    """Returns the path of the repeated block that a module or parameter lies in, the outermost element of a list of
+    modules (`layers.3` of `layers.3.mlp`); "" outside of blocks."""
+    parts = path.split(".")
+    element = next((position for position, part in enumerate(parts) if part.isdigit()), None)
+    return "" if element is None else ".".join(parts[: element + 1])
