@@ -87,7 +87,7 @@ _ROOM = 64 * 1024**2
 def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
     """The allocations and frees during a run of an operator that has a workspace. None for other operators, where this
     process uses no card with that `chip`, and where the card has no room for the operator now."""
-    if schema_of(call.op).name.split("::")[-1] not in _OPS or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if call.name not in _OPS or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     if reported_chip(device) != chip:

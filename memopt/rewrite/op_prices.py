@@ -87,7 +87,7 @@ class OpPrices:
         with propagating(new_fake_mode()), torch.enable_grad():
             args, kwargs = call.make_arguments(HOST.type)
             leaves = list(tensors([args, *kwargs.values()]))
-            casts = len(leaves) if schema_of(call.op).name.split("::")[-1] not in CAST_FIRST_ONLY else 1
+            casts = len(leaves) if call.name not in CAST_FIRST_ONLY else 1
             leaves = [_retyped(leaf, dtype) if place < casts else leaf for place, leaf in enumerate(leaves)]
             for leaf, needs in zip(leaves, differentiated, strict=True):
                 leaf.requires_grad_(needs and leaf.is_floating_point())
