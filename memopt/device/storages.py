@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from memopt.compat.host import is_on_host
-from memopt.compat.operators import OpOverload
+from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import largest_value
 from passes import FoundReuse, is_pure
 from passes.graphs.aliases import Aliases, find_aliases, results_of, viewed_argument
@@ -44,6 +44,11 @@ def find_storages(
     (`memopt::copy_out`) has no storage.
     """
     return Storages(**vars(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses})))
+
+
+def is_mutation(node: fx.Node) -> bool:
+    """Whether the node writes into one of its arguments."""
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def is_view(node: fx.Node) -> bool:

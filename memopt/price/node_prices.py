@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
-from memopt.compat.operators import OpOverload, schema_of
 from memopt.device.calibration import calibrated_seconds
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, op_call
-from memopt.device.storages import is_view
+from memopt.device.storages import is_mutation, is_view
 from memopt.device.time_model import node_seconds, runs_kernel
 from memopt.device.workspace import measure_workspaces, op_dry_run, workspace_bytes
 from memopt.price.priced_graph import NodePrice
@@ -54,11 +53,6 @@ def is_scheduled(node: fx.Node) -> bool:
         return False
     writes = is_mutation(node) or node.target is WAIT
     return writes or not (is_view(node) or node.target is operator.getitem)
-
-
-def is_mutation(node: fx.Node) -> bool:
-    """Whether the node writes into one of its arguments."""
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def price_nodes(

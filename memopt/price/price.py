@@ -11,8 +11,8 @@ from torch import fx
 
 from memopt.device.device import Device
 from memopt.device.devices import device_of
-from memopt.device.storages import Storages, find_storages, storage_bytes
-from memopt.price.node_prices import is_attention_core, is_mutation, number_blocks, split_halves
+from memopt.device.storages import Storages, find_storages, is_mutation, storage_bytes
+from memopt.price.node_prices import is_attention_core, number_blocks, split_halves
 from memopt.price.priced_graph import (
     ALONE,
     GraphUse,
