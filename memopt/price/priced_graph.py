@@ -16,7 +16,7 @@ from memopt.device.storages import Storages, find_storages, is_mutation, storage
 from memopt.solver import Op, RematProblem, Storage
 from memopt.solver.problem import BlockCall
 from passes import FoundReuse
-from passes.graphs.node_facts import is_tangent
+from passes.graphs.node_facts import graph_results, is_tangent
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class MemoryUses:
         self.storages = storages
         self.readers = storages.readers
         output = graph.output_node()
-        results = output.args[0]
-        assert isinstance(results, (tuple, list))
+        results = graph_results(graph)
         self.output = output
         self.results: list[Any] = list(results)
         self.inputs = [node for node in graph.nodes if node.op == "placeholder" and not is_tangent(node)]

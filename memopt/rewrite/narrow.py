@@ -29,7 +29,7 @@ from passes import (
     find_fp8_linears,
 )
 from passes.graphs.aliases import storages
-from passes.graphs.node_facts import backward_nodes
+from passes.graphs.node_facts import backward_nodes, graph_results
 from passes.graphs.op_kinds import is_cast, is_pointwise, is_view, op_name
 from passes.ops.fp8_formats import E4M3, E5M2, turned
 from passes.ops.fp8_ops import SCALINGS, Fp8Scaling
@@ -106,12 +106,8 @@ def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
     Where the backward reads several values that share a storage, such as views of one, all of them are left out.
     """
     backward = backward_nodes(graph)
-    results = graph.output_node().args[0]
-    assert isinstance(results, (tuple, list))
-    kept = [
-        *graph.find_nodes(op="placeholder"),
-        *(result for result in results[:forward_outputs] if isinstance(result, fx.Node)),
-    ]
+    outputs = [result for result in graph_results(graph)[:forward_outputs] if isinstance(result, fx.Node)]
+    kept = [*graph.find_nodes(op="placeholder"), *outputs]
     stays = {storage for node in kept for storage in storages(node)}
     seen: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:

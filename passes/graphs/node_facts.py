@@ -71,6 +71,12 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return defaults | dict(zip((argument.name for argument in declared), node.args, strict=False)) | dict(node.kwargs)
 
 
+def graph_results(graph: Graph) -> tuple[Any, ...]:
+    """Returns what a graph returns, in order: nodes, and values that are none."""
+    results: Any = graph.output_node().args[0]
+    return tuple(results)
+
+
 def is_tangent(node: Node) -> bool:
     """True for the inputs of a joint graph that are the gradients of its outputs."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
