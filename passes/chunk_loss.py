@@ -15,7 +15,7 @@ from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from passes.patterns.logits_path import LogitsStep, moved
+from passes.patterns.logits_path import as_rows, moved, replace_class_size
 from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
@@ -163,7 +163,6 @@ class _Rewrite:
     def __init__(self, match: LossMatch) -> None:
         self.match = match
         self.graph: Graph = match.loss.graph
-        self.width: int = match.linear.weight.meta["val"].shape[0 if match.linear.transposed else 1]
         self.hidden: dict[Node, Node] = {}
         """Per node between the layer and the loss: the layer's input, with its rows moved as that node's rows are."""
 
@@ -172,30 +171,16 @@ class _Rewrite:
         for step in self.match.path.nodes:
             if step.moves_rows:
                 with self.graph.inserting_before(step.node):
-                    source = moved(step, source, self.width)
+                    source = moved(step, source, self.match.linear.width)
             self.hidden[step.node] = source
             for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
-                self._measure(reader, step, source)
+                if not replace_class_size(reader, step.node.meta["val"], step.class_dim):
+                    reader.replace_input_with(step.node, source)
         with self.graph.inserting_before(self.match.loss):
-            result = self._loss(self._rows(source, self.match.path.nodes[-1].class_dim), options)
+            class_dim, width = self.match.path.nodes[-1].class_dim, self.match.linear.width
+            result = self._loss(as_rows(source, class_dim, width, self.match.loss), options)
         self.match.loss.replace_all_uses_with(result)
         erase_up_to(self.hidden.values(), self.match.loss, lambda _, source: source in self.hidden or is_pure(source))
-
-    def _measure(self, reader: Node, step: LogitsStep, source: Node) -> None:
-        """Makes a call that reads a size of the logits read that size from the layer's input."""
-        dim: Any = reader.args[1]
-        if dim % step.node.meta["val"].dim() == step.class_dim:
-            reader.replace_all_uses_with(step.node.meta["val"].shape[step.class_dim])
-            self.graph.erase_node(reader)
-        else:
-            reader.replace_input_with(step.node, source)
-
-    def _rows(self, source: Node, class_dim: int) -> Node:
-        """Returns the layer's input as [rows, width]."""
-        dims = source.meta["val"].dim()
-        if class_dim != dims - 1:
-            source = new_call(self.match.loss, aten.movedim.int, source, class_dim, -1)
-        return source if dims == 2 else new_call(self.match.loss, aten.reshape.default, source, [-1, self.width])
 
     def _loss(self, hidden: Node, further: dict[str, Any]) -> Node:
         match, loss = self.match, self.match.loss

@@ -97,6 +97,11 @@ class Linear:
     bias: Node | None
     transposed: bool
 
+    @property
+    def width(self) -> int:
+        width: int = self.weight.meta["val"].shape[0 if self.transposed else 1]
+        return width
+
 
 @dataclass(frozen=True)
 class LossMatch:
