@@ -139,12 +139,13 @@ class ChunkLoss(Pass):
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph_module = _rolled(graph_module)
         graph = graph_module.graph
+        options = {"rows": self.rows or 0, "weight_in_backward": self.weight_in_backward}
         with on_stored_values(graph):
             for loss, match, reason in _matches(graph, self.losses):
                 if isinstance(match, tuple):
                     rewrite_rows(*match, self.rows or 0)
                 elif match is not None:
-                    _Rewrite(match).apply(rows=self.rows or 0, weight_in_backward=self.weight_in_backward)
+                    _rewrite(match, options)
                 elif self.losses is not None:
                     raise VerifyError(loss.name, reason, "name losses that find_losses returns without a reason")
         return graph_module
@@ -157,53 +158,46 @@ class ChunkLoss(Pass):
         check_named(self.losses or (), known, "it is no cross entropy of this graph", mend)
 
 
-class _Rewrite:
-    """The rewriting of one loss."""
+def _rewrite(match: LossMatch, options: dict[str, Any]) -> None:
+    """Puts `memopt::linear_cross_entropy` in the place of one loss, with those of its options that are not in the
+    graph."""
+    source, class_dim = match.linear.hidden, match.path.nodes[-1].class_dim
+    sources: dict[Node, Node] = {}
+    """Per node between the layer and the loss: the layer's input, with its rows moved as that node's rows are."""
+    for step in match.path.nodes:
+        if step.moves_rows:
+            with match.loss.graph.inserting_before(step.node):
+                source = moved(step, source, match.linear.width)
+        sources[step.node] = source
+        for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
+            if not replace_class_size(reader, step.node.meta["val"], step.class_dim):
+                reader.replace_input_with(step.node, source)
+    with match.loss.graph.inserting_before(match.loss):
+        result = _loss(match, as_rows(source, class_dim, match.linear.width, match.loss), options)
+    match.loss.replace_all_uses_with(result)
+    erase_up_to(sources.values(), match.loss, lambda _, source: source in sources or is_pure(source))
 
-    def __init__(self, match: LossMatch) -> None:
-        self.match = match
-        self.graph: Graph = match.loss.graph
-        self.hidden: dict[Node, Node] = {}
-        """Per node between the layer and the loss: the layer's input, with its rows moved as that node's rows are."""
 
-    def apply(self, **options: Any) -> None:
-        source = self.match.linear.hidden
-        for step in self.match.path.nodes:
-            if step.moves_rows:
-                with self.graph.inserting_before(step.node):
-                    source = moved(step, source, self.match.linear.width)
-            self.hidden[step.node] = source
-            for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
-                if not replace_class_size(reader, step.node.meta["val"], step.class_dim):
-                    reader.replace_input_with(step.node, source)
-        with self.graph.inserting_before(self.match.loss):
-            class_dim, width = self.match.path.nodes[-1].class_dim, self.match.linear.width
-            result = self._loss(as_rows(source, class_dim, width, self.match.loss), options)
-        self.match.loss.replace_all_uses_with(result)
-        erase_up_to(self.hidden.values(), self.match.loss, lambda _, source: source in self.hidden or is_pure(source))
-
-    def _loss(self, hidden: Node, further: dict[str, Any]) -> Node:
-        match, loss = self.match, self.match.loss
-        weight, target = match.linear.weight, match.target
-        if match.linear.transposed:
-            weight = new_call(loss, aten.t.default, weight)
-        if target.meta["val"].dim() != 1:
-            target = new_call(loss, aten.reshape.default, target, [-1])
-        formula = match.path.formula
-        options = {
-            "reduction": match.reduction,
-            "ignore_index": match.ignore_index,
-            "label_smoothing": match.label_smoothing,
-            "scale": formula.scale,
-            "softcap": formula.softcap,
-            **further,
-        }
-        arguments = schema_of(LINEAR_CROSS_ENTROPY).arguments
-        usual = {option.name: option.default_value for option in arguments if option.kwarg_only}
-        given = {name: value for name, value in options.items() if value != usual[name]}
-        weights = () if match.class_weight is None else (match.class_weight,)
-        result = new_call(loss, LINEAR_CROSS_ENTROPY, hidden, weight, match.bias, target, *weights, **given)
-        if match.negated:
-            result = new_call(loss, aten.neg.default, result)
-        dtype = loss.meta["val"].dtype
-        return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)
+def _loss(match: LossMatch, hidden: Node, further: dict[str, Any]) -> Node:
+    loss, weight, target = match.loss, match.linear.weight, match.target
+    if match.linear.transposed:
+        weight = new_call(loss, aten.t.default, weight)
+    if target.meta["val"].dim() != 1:
+        target = new_call(loss, aten.reshape.default, target, [-1])
+    options = {
+        "reduction": match.reduction,
+        "ignore_index": match.ignore_index,
+        "label_smoothing": match.label_smoothing,
+        "scale": match.path.formula.scale,
+        "softcap": match.path.formula.softcap,
+        **further,
+    }
+    arguments = schema_of(LINEAR_CROSS_ENTROPY).arguments
+    usual = {option.name: option.default_value for option in arguments if option.kwarg_only}
+    given = {name: value for name, value in options.items() if value != usual[name]}
+    weights = () if match.class_weight is None else (match.class_weight,)
+    result = new_call(loss, LINEAR_CROSS_ENTROPY, hidden, weight, match.bias, target, *weights, **given)
+    if match.negated:
+        result = new_call(loss, aten.neg.default, result)
+    dtype = loss.meta["val"].dtype
+    return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)
