@@ -71,6 +71,14 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return defaults | dict(zip((argument.name for argument in declared), node.args, strict=False)) | dict(node.kwargs)
 
 
+def named_dims(given: Any, count: int) -> tuple[int, ...]:
+    """Returns the dimensions that the argument `given` of an operator names, counted from the front of `count`: one, or
+    several, or all where it names none."""
+    if given is None or given == []:
+        return tuple(range(count))
+    return tuple(dim % count for dim in (given if isinstance(given, (list, tuple)) else (given,)))
+
+
 def graph_results(graph: Graph) -> tuple[Any, ...]:
     """Returns what a graph returns, in order: nodes, and values that are none."""
     results: Any = graph.output_node().args[0]

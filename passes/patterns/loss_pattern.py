@@ -79,7 +79,7 @@ def picked_by_index(pick: Node) -> Node | None:
     return target if every and same and whole else None
 
 
-_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+TOKEN_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _REDUCTIONS = {1: "mean", 2: "sum"}
 _NONE = torch.iinfo(torch.int64).min
 """An `ignore_index` that no target has."""
@@ -125,7 +125,7 @@ class LossMatch:
 
 def losses(graph: Graph) -> Iterator[Node]:
     """Yields the calls that may be the cross entropy of a linear layer, in the graph's order."""
-    return (node for node in graph.nodes if op_name(node) in _LOSSES or find_picked(node))
+    return (node for node in graph.nodes if op_name(node) in TOKEN_LOSSES or find_picked(node))
 
 
 def match_loss(loss: Node) -> LossMatch:

@@ -16,8 +16,8 @@ from passes.compat import overload_name, statically_known_true
 from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import LogitsStep, keeps_order, row_move, takes_all
-from passes.patterns.loss_pattern import picked_by_index
-from passes.patterns.row_region import CLASS_LOSSES, REDUCTIONS, SAME, TOKEN_LOSSES, RowRegion, reduced
+from passes.patterns.loss_pattern import TOKEN_LOSSES, picked_by_index
+from passes.patterns.row_region import CLASS_LOSSES, REDUCTIONS, SAME, RowRegion, reduced
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
 
