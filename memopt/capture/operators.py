@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
-from memopt.capture.marks import mark_operators
+from memopt.capture.marks import mark_operators, without_mark
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.joint_trace import constants_as_attributes
@@ -259,11 +259,7 @@ def _is_operator(node: fx.Node) -> bool:
 
 def _take_marks(graph: fx.Graph) -> frozenset[str]:
     """Names of the nodes that tracing marked as inside the author's own autocast; removes the marks."""
-    marked: set[str] = set()
-    for node in graph.nodes:
-        custom = node.meta.get("custom")
-        if custom and AUTHOR_AUTOCAST in custom:
-            marked.add(node.name)
-            rest = {name: value for name, value in custom.items() if name != AUTHOR_AUTOCAST}
-            node.meta.update(custom=rest) if rest else node.meta.pop("custom")
-    return frozenset(marked)
+    marked = [node for node in graph.nodes if AUTHOR_AUTOCAST in (node.meta.get("custom") or {})]
+    for node in marked:
+        without_mark(node, AUTHOR_AUTOCAST)
+    return frozenset(node.name for node in marked)
