@@ -108,7 +108,8 @@ class _Interpreter(fx.Interpreter):
             if is_checkpoint(target):
                 # The plan decides what is recomputed, so the author's checkpoint is inlined.
                 inner, *rest = args
-                own = {name: value for name, value in kwargs.items() if name in _placeholders(inner)}
+                names = {str(node.target) for node in inner.graph.find_nodes(op="placeholder")}
+                own = {name: value for name, value in kwargs.items() if name in names}
                 return _Interpreter(inner, self.mode, self.modes).run(*rest, *own.values())
             if autocast_is_on():
                 raise Untraceable(
@@ -132,11 +133,6 @@ class _Interpreter(fx.Interpreter):
         if reads_data(target):  # no operator: its result would be a constant of the trace
             return DATA(*args)
         return super().call_function(target, args, kwargs)
-
-
-def _placeholders(module: fx.GraphModule) -> set[str]:
-    """The names of a graph's inputs."""
-    return {str(node.target) for node in module.graph.find_nodes(op="placeholder")}
 
 
 def _check_gradients(graph_module: fx.GraphModule, differentiable: Sequence[bool]) -> None:
