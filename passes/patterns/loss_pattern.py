@@ -117,6 +117,8 @@ class LossMatch:
     label_smoothing: float
     negated: bool = False
     """Whether the loss's node is the negative of the cross entropy."""
+    from_end: bool = False
+    """Whether negative targets count from the last class, as those of an index do."""
 
     @property
     def bias(self) -> Node | None:
@@ -158,8 +160,8 @@ def _match_picked(loss: Node, picked: _Picked) -> LossMatch:
     value = picked.log_probabilities
     path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)
     linear = match_linear(path.top)
-    match = LossMatch(loss, linear, path, picked.target, None, picked.reduction, _NONE, 0.0, not picked.negative)
-    return _checked(match)
+    negated, from_end = not picked.negative, op_name(picked.pick) == "index"
+    return _checked(LossMatch(loss, linear, path, picked.target, None, picked.reduction, _NONE, 0.0, negated, from_end))
 
 
 def _checked(match: LossMatch) -> LossMatch:

@@ -204,6 +204,10 @@ class RowProgram:
         targets = picked_by_index(node)
         assert targets is not None
         column = self._line(f"aten.unsqueeze.default({self._operand('r', RowOperand(targets, steps))}, -1)")
+        # An index counts from the end where it is negative; `gather` takes no such ones.
+        negative = self._line(f"aten.lt.Scalar({column}, 0)")
+        from_end = self._line(f"aten.add.Scalar({column}, {value.meta['val'].shape[-1]})")
+        column = self._line(f"aten.where.self({negative}, {from_end}, {column})")
         return f"aten.select.int({self._line(f'aten.gather.default({x}, -1, {column})')}, -1, 0)", ""
 
     def _token_loss(self, value: Node, name: str, given: dict[str, Any]) -> tuple[str, str]:
