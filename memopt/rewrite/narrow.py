@@ -65,8 +65,7 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
     (`read_for_numbers`), and all that the author or the user wants in fp32.
     """
     backward = backward_nodes(graph)
-    left_out = read_for_numbers(backward)
-    values = [node for node in sole_values(graph, forward_outputs) if node not in left_out and worth_narrowing(node)]
+    values = filter(worth_narrowing, _saved_values(graph, forward_outputs))
     return tuple(node.name for node in values if tolerated(node, backward, exact))
 
 
@@ -100,8 +99,9 @@ def _sums_all(node: fx.Node) -> bool:
     return all(str(size) == "1" for size in value.shape) and storage_bytes(of) >= LEAST_BYTES
 
 
-def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
-    """Returns the values that the forward computes and the backward reads, but for the `forward_outputs` outputs.
+def _saved_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
+    """Returns the values that the forward computes and the backward reads, but for the `forward_outputs` outputs and
+    those of `read_for_numbers`.
 
     Where the backward reads several values that share a storage, such as views of one, all of them are left out.
     """
@@ -114,7 +114,9 @@ def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
         if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
             for storage in storages(node):
                 seen.setdefault(storage, []).append(node)
-    return tuple(nodes[0] for storage, nodes in seen.items() if storage not in stays and len(nodes) == 1)
+    left_out = read_for_numbers(backward)
+    sole = (nodes[0] for storage, nodes in seen.items() if storage not in stays and len(nodes) == 1)
+    return tuple(node for node in sole if node not in left_out)
 
 
 def worth_narrowing(node: fx.Node) -> bool:
@@ -310,11 +312,9 @@ def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = fro
     """Returns the names of the 16-bit values of the forward that the backward reads only by operators whose gradients
     hardly change if the value is rounded to 8 bits. The arguments are as in `narrowing`."""
     backward = backward_nodes(graph)
-    left_out = read_for_numbers(backward)
-    values = [node for node in sole_values(graph, forward_outputs) if node not in left_out]
     return tuple(
         node.name
-        for node in values
+        for node in _saved_values(graph, forward_outputs)
         if _worth_quantizing(node.meta["val"]) and tolerated(node, backward, exact, _TOLERATE_8_BITS)
     )
 
