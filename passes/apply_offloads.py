@@ -9,9 +9,9 @@ from typing import Any
 from torch import fx
 
 from passes.apply_schedule import ApplySchedule, Rewriter
-from passes.graph_pass import PassError
 from passes.graphs.edit import LazyCode, on_stored_values
 from passes.graphs.node_facts import tensors
+from passes.graphs.verify import VerifyError
 from passes.ops.offload_ops import AWAIT_BACK, AWAIT_OUT, COPY_BACK, COPY_OUT
 
 
@@ -63,16 +63,14 @@ class ApplyOffloads(ApplySchedule):
         mend = "make the schedule from this graph"
         for stay in self.stays:
             if stay.value not in nodes:
-                raise PassError(self.name, stay.value, "the graph has no such node to offload", mend)
+                raise VerifyError(stay.value, "the graph has no such node to offload", mend)
             first = -1 if nodes[stay.value].op == "placeholder" else 0
             if not first <= stay.out_after < stay.freed_before <= stay.fetch_from <= stay.back_before:
-                raise PassError(
-                    self.name,
-                    stay.value,
+                problem = (
                     f"{stay} must be copied to the host, freed and fetched in this order: out_after < freed_before <= "
-                    "fetch_from <= back_before",
-                    mend,
+                    "fetch_from <= back_before"
                 )
+                raise VerifyError(stay.value, problem, mend)
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         with on_stored_values(graph_module.graph):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,9 +11,10 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from passes.graph_pass import GraphKind, Pass, PassError
+from passes.graph_pass import GraphKind, Pass
 from passes.graphs.edit import LazyCode
-from passes.graphs.node_facts import is_pure, is_random, may_write
+from passes.graphs.node_facts import graph_results, is_pure, is_random, may_write
+from passes.graphs.verify import VerifyError
 
 Kwargs = dict[str, Argument]
 
@@ -59,20 +59,14 @@ class ApplySchedule(Pass):
         mend = "make the schedule from this graph"
         for name in times:
             if name not in nodes:
-                raise PassError(self.name, name, "the graph has no such node", mend)
+                raise VerifyError(name, "the graph has no such node", mend)
         for node in nodes.values():
             if node.op == "call_function" and not is_pure(node):
                 if not times[node.name]:
-                    raise PassError(
-                        self.name,
-                        node.name,
-                        "the schedule leaves out this node, which is random or has side effects",
-                        mend,
-                    )
+                    problem = "the schedule leaves out this node, which is random or has side effects"
+                    raise VerifyError(node.name, problem, mend)
                 if times[node.name] > 1 and may_write(node):
-                    raise PassError(
-                        self.name, node.name, "the schedule repeats this node, which may write to memory", mend
-                    )
+                    raise VerifyError(node.name, "the schedule repeats this node, which may write to memory", mend)
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         return LazyCode(graph_module, Rewriter(self, graph_module.graph).run())
@@ -104,7 +98,7 @@ class Rewriter:
                 self.latest[node] = self.inputs[node] = self.new.node_copy(node)
         self.evaluate_from(0, self.schedule.boundary)
         self.end_forward()
-        results = self.results()
+        results = graph_results(self.result.graph)
         outputs = [self.bind(value) for value in results[: self.schedule.forward_outputs]]
         self.forget_followers()
         self.tag = BACKWARD
@@ -114,11 +108,6 @@ class Rewriter:
         self.new.output(returned).meta.update(self.result.meta)
         self.drop_unread_elements()
         return self.new
-
-    def results(self) -> Sequence[Argument]:
-        values = self.result.args[0]
-        assert isinstance(values, (list, tuple)), "a joint graph returns its results in a row"
-        return values
 
     def evaluate_from(self, start: int, stop: int) -> None:
         for position in range(start, stop):

@@ -15,7 +15,7 @@ from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from passes.patterns.logits_path import LogitsStep, moved
+from passes.patterns.logits_path import as_rows, moved, replace_class_size
 from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
@@ -139,12 +139,13 @@ class ChunkLoss(Pass):
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph_module = _rolled(graph_module)
         graph = graph_module.graph
+        options = {"rows": self.rows or 0, "weight_in_backward": self.weight_in_backward}
         with on_stored_values(graph):
             for loss, match, reason in _matches(graph, self.losses):
                 if isinstance(match, tuple):
                     rewrite_rows(*match, self.rows or 0)
                 elif match is not None:
-                    _Rewrite(match).apply(rows=self.rows or 0, weight_in_backward=self.weight_in_backward)
+                    _rewrite(match, options)
                 elif self.losses is not None:
                     raise VerifyError(loss.name, reason, "name losses that find_losses returns without a reason")
         return graph_module
@@ -157,68 +158,50 @@ class ChunkLoss(Pass):
         check_named(self.losses or (), known, "it is no cross entropy of this graph", mend)
 
 
-class _Rewrite:
-    """The rewriting of one loss."""
+def _rewrite(match: LossMatch, options: dict[str, Any]) -> None:
+    """Puts `memopt::linear_cross_entropy` in the place of one loss, with those of its options that are not in the
+    graph."""
+    source, class_dim = match.linear.hidden, match.path.nodes[-1].class_dim
+    sources: dict[Node, Node] = {}
+    """Per node between the layer and the loss: the layer's input, with its rows moved as that node's rows are."""
+    for step in match.path.nodes:
+        if step.moves_rows:
+            with match.loss.graph.inserting_before(step.node):
+                source = moved(step, source, match.linear.width)
+        sources[step.node] = source
+        for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
+            if not replace_class_size(reader, step.node.meta["val"], step.class_dim):
+                reader.replace_input_with(step.node, source)
+    with match.loss.graph.inserting_before(match.loss):
+        result = _loss(match, as_rows(source, class_dim, match.linear.width, match.loss), options)
+    match.loss.replace_all_uses_with(result)
+    erase_up_to(sources.values(), match.loss, lambda _, source: source in sources or is_pure(source))
 
-    def __init__(self, match: LossMatch) -> None:
-        self.match = match
-        self.graph: Graph = match.loss.graph
-        self.width: int = match.linear.weight.meta["val"].shape[0 if match.linear.transposed else 1]
-        self.hidden: dict[Node, Node] = {}
-        """Per node between the layer and the loss: the layer's input, with its rows moved as that node's rows are."""
 
-    def apply(self, **options: Any) -> None:
-        source = self.match.linear.hidden
-        for step in self.match.path.nodes:
-            if step.moves_rows:
-                with self.graph.inserting_before(step.node):
-                    source = moved(step, source, self.width)
-            self.hidden[step.node] = source
-            for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
-                self._measure(reader, step, source)
-        with self.graph.inserting_before(self.match.loss):
-            result = self._loss(self._rows(source, self.match.path.nodes[-1].class_dim), options)
-        self.match.loss.replace_all_uses_with(result)
-        erase_up_to(self.hidden.values(), self.match.loss, lambda _, source: source in self.hidden or is_pure(source))
-
-    def _measure(self, reader: Node, step: LogitsStep, source: Node) -> None:
-        """Makes a call that reads a size of the logits read that size from the layer's input."""
-        dim: Any = reader.args[1]
-        if dim % step.node.meta["val"].dim() == step.class_dim:
-            reader.replace_all_uses_with(step.node.meta["val"].shape[step.class_dim])
-            self.graph.erase_node(reader)
-        else:
-            reader.replace_input_with(step.node, source)
-
-    def _rows(self, source: Node, class_dim: int) -> Node:
-        """Returns the layer's input as [rows, width]."""
-        dims = source.meta["val"].dim()
-        if class_dim != dims - 1:
-            source = new_call(self.match.loss, aten.movedim.int, source, class_dim, -1)
-        return source if dims == 2 else new_call(self.match.loss, aten.reshape.default, source, [-1, self.width])
-
-    def _loss(self, hidden: Node, further: dict[str, Any]) -> Node:
-        match, loss = self.match, self.match.loss
-        weight, target = match.linear.weight, match.target
-        if match.linear.transposed:
-            weight = new_call(loss, aten.t.default, weight)
-        if target.meta["val"].dim() != 1:
-            target = new_call(loss, aten.reshape.default, target, [-1])
-        formula = match.path.formula
-        options = {
-            "reduction": match.reduction,
-            "ignore_index": match.ignore_index,
-            "label_smoothing": match.label_smoothing,
-            "scale": formula.scale,
-            "softcap": formula.softcap,
-            **further,
-        }
-        arguments = schema_of(LINEAR_CROSS_ENTROPY).arguments
-        usual = {option.name: option.default_value for option in arguments if option.kwarg_only}
-        given = {name: value for name, value in options.items() if value != usual[name]}
-        weights = () if match.class_weight is None else (match.class_weight,)
-        result = new_call(loss, LINEAR_CROSS_ENTROPY, hidden, weight, match.bias, target, *weights, **given)
-        if match.negated:
-            result = new_call(loss, aten.neg.default, result)
-        dtype = loss.meta["val"].dtype
-        return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)
+def _loss(match: LossMatch, hidden: Node, further: dict[str, Any]) -> Node:
+    loss, weight, target = match.loss, match.linear.weight, match.target
+    if match.linear.transposed:
+        weight = new_call(loss, aten.t.default, weight)
+    if target.meta["val"].dim() != 1:
+        target = new_call(loss, aten.reshape.default, target, [-1])
+    if match.from_end:
+        classes = match.path.top.meta["val"].shape[-1]
+        from_end = new_call(loss, aten.add.Tensor, target, classes)
+        target = new_call(loss, aten.where.self, new_call(loss, aten.lt.Scalar, target, 0), from_end, target)
+    options = {
+        "reduction": match.reduction,
+        "ignore_index": match.ignore_index,
+        "label_smoothing": match.label_smoothing,
+        "scale": match.path.formula.scale,
+        "softcap": match.path.formula.softcap,
+        **further,
+    }
+    arguments = schema_of(LINEAR_CROSS_ENTROPY).arguments
+    usual = {option.name: option.default_value for option in arguments if option.kwarg_only}
+    given = {name: value for name, value in options.items() if value != usual[name]}
+    weights = () if match.class_weight is None else (match.class_weight,)
+    result = new_call(loss, LINEAR_CROSS_ENTROPY, hidden, weight, match.bias, target, *weights, **given)
+    if match.negated:
+        result = new_call(loss, aten.neg.default, result)
+    dtype = loss.meta["val"].dtype
+    return result if result.meta["val"].dtype == dtype else new_call(loss, aten.to.dtype, result, dtype)

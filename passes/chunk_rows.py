@@ -12,8 +12,7 @@ from passes.graphs.edit import erase_unread, new_call, store, values_after
 from passes.graphs.node_facts import arguments_of
 from passes.graphs.op_kinds import op_name
 from passes.ops.linear_rows import LINEAR_ROWS
-from passes.patterns.logits_path import moved
-from passes.patterns.loss_pattern import Linear
+from passes.patterns.logits_path import as_rows, moved, replace_class_size
 from passes.patterns.row_program import RowOperand, RowProgram, RowResult, late_operands, place_of
 from passes.patterns.row_region import RowRegion
 
@@ -26,7 +25,9 @@ def rewrite_rows(region: RowRegion, programs: Collection[RowProgram], rows: int)
     Calls that nothing reads any more are erased."""
     for node, class_dim in region.inside.items():
         for reader in [user for user in node.users if op_name(user) == "sym_size"]:
-            _measure(region, node, class_dim, reader)
+            if not replace_class_size(reader, node.meta["val"], class_dim):
+                with reader.graph.inserting_before(reader):
+                    reader.replace_input_with(node, _like(region, node))
     made: dict[Node, Node] = {}
     for program in programs:
         _Rewrite(program, made).apply(rows)
@@ -37,31 +38,13 @@ def rewrite_rows(region: RowRegion, programs: Collection[RowProgram], rows: int)
     erase_unread(source for source in sources if source not in region.results)
 
 
-def _measure(region: RowRegion, node: Node, class_dim: int, reader: Node) -> None:
-    """Makes a call that reads a size of a value with classes read that size from the layer's input."""
-    value = node.meta["val"]
-    dim: Any = reader.args[1]
-    if dim % value.dim() == class_dim:
-        reader.replace_all_uses_with(value.shape[class_dim])
-    else:
-        with reader.graph.inserting_before(reader):
-            reader.replace_input_with(node, _like(region, node))
-        return
-    reader.graph.erase_node(reader)
-
-
 def _like(region: RowRegion, node: Node) -> Node:
     """Returns the input of a layer with its rows moved as those of a value of the region, at the insertion point."""
     layer, steps = region.path(node)
     source = region.layers[layer].hidden
     for step in steps:
-        source = moved(step, source, _width(region.layers[layer]))
+        source = moved(step, source, region.layers[layer].width)
     return source
-
-
-def _width(linear: Linear) -> int:
-    width: int = linear.weight.meta["val"].shape[0 if linear.transposed else 1]
-    return width
 
 
 class _Rewrite:
@@ -113,24 +96,14 @@ class _Rewrite:
 
     def _hidden(self, layer: RowOperand) -> Node:
         linear = self.region.layers[layer.node]
-        return self._flat(self._moved(layer, linear.hidden, _width(linear)), self._last_dim(layer), _width(linear))
+        return self._flat(layer, linear.hidden, linear.width)
 
-    @staticmethod
-    def _last_dim(operand: RowOperand) -> int | None:
-        return operand.steps[-1].class_dim if operand.steps else operand.class_dim
-
-    @staticmethod
-    def _moved(operand: RowOperand, source: Node, width: int) -> Node:
+    def _flat(self, operand: RowOperand, source: Node, width: int) -> Node:
+        """Returns the value of an operand as [rows, width], with its rows moved as the operand's steps say."""
         for step in operand.steps:
             source = moved(step, source, width)
-        return source
-
-    def _flat(self, source: Node, class_dim: int | None, width: int) -> Node:
-        """Returns a value as [rows, width]."""
-        dims = source.meta["val"].dim()
-        if class_dim is not None and class_dim != dims - 1:
-            source = self._call(aten.movedim.int, source, class_dim, -1)
-        return source if dims == 2 else self._call(aten.reshape.default, source, [-1, width])
+        class_dim = operand.steps[-1].class_dim if operand.steps else operand.class_dim
+        return as_rows(source, class_dim, width, self.place)
 
     def _rows(self, operand: RowOperand) -> Node:
         node = self.made.get(operand.node, operand.node)
@@ -139,8 +112,7 @@ class _Rewrite:
             return node if value.dim() == 1 else self._call(aten.reshape.default, node, [-1])
         at = operand.class_dim - operand.like.meta["val"].dim() + value.dim()
         width = value.shape[at] if at >= 0 else 1
-        source = self._spread(node, operand, width)
-        return self._flat(self._moved(operand, source, width), self._last_dim(operand), width)
+        return self._flat(operand, self._spread(node, operand, width), width)
 
     def _spread(self, node: Node, operand: RowOperand, width: int) -> Node:
         """Returns an operand with as many rows as the value that it is aligned with."""

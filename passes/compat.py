@@ -8,9 +8,10 @@ A module declares the private names that it uses in `PRIVATE_NAMES`, which `memo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import fx
 
@@ -52,6 +53,16 @@ def private(
 
 Replacement: TypeAlias = tuple[Any, Any, Any]
 """(object, name of an attribute, new value) or (dictionary, key, new value)."""
+
+
+_T = TypeVar("_T")
+
+
+def in_own_thread(run: Callable[..., _T], *args: Any) -> _T:
+    """Returns `run(*args)`, run in a thread of its own. Dispatch modes, autocast, profilers and streams belong to a
+    thread: `run` neither sees nor disturbs those of the caller (a meter, the fake mode of a compiler)."""
+    with ThreadPoolExecutor(1, "passes") as worker:
+        return worker.submit(run, *args).result()
 
 
 @contextlib.contextmanager

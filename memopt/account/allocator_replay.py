@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from memopt.account.breakdown import by_position
 from memopt.account.caching_allocator import SMALL_BYTES, CachingAllocator
 from memopt.account.card_state import CardState
 from memopt.solver import Offload, Op, RematProblem, Schedule
 from memopt.solver.problem import BlockCall
-from memopt.solver.simulator import lifetimes
+from memopt.solver.simulator import by_position, lifetimes
 
 
 def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
@@ -89,7 +88,8 @@ def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...]
 def _read(problem: RematProblem, schedule: Schedule) -> list[int]:
     """The positions in the schedule of the evaluations that emitted code runs: those whose results are read or kept,
     and those of operators that make nothing or must not be recomputed."""
-    out_at, back_at = by_position(schedule, "out_after"), by_position(schedule, "back_before")
+    out_at = by_position((offload.out_after, offload) for offload in schedule.offloads)
+    back_at = by_position((offload.back_before, offload) for offload in schedule.offloads)
     first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
     wanted: set[int] = set()
     read: list[int] = []

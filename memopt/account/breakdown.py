@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memopt.account.account import Account
-from memopt.solver import Link, Offload, RematProblem, Schedule, simulate
+from memopt.solver import Link, RematProblem, Schedule, simulate
+from memopt.solver.simulator import lifetimes
 
 ANY_LINK = Link(math.inf)
 """An infinitely fast link, for simulations of which only the bytes are needed: these do not depend on its rate."""
@@ -133,36 +134,9 @@ def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) 
 def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
     """The storages alive while evaluation `position` runs. Each comes with the position of the evaluation that made its
     current contents, or, if they were copied back from the host, of the one before which this copy began."""
-    made_at: dict[int, int] = {}
-    live_until: dict[tuple[int, int], int] = {}
-    end = len(schedule.evaluations)
-    back, out = by_position(schedule, "back_before"), by_position(schedule, "out_after")
-    for now, index in enumerate(schedule.evaluations):
-        op = problem.ops[index]
-        for offload in back.get(now, ()):
-            made_at[offload.storage] = offload.fetch_from
-            live_until[offload.storage, offload.fetch_from] = now
-        for storage in op.reads:
-            version = storage, made_at[storage]
-            live_until[version] = max(live_until[version], now)
-        for storage in op.makes:
-            is_result = problem.storages[storage].kept and storage not in made_at
-            made_at[storage] = now
-            live_until[storage, now] = end if is_result else now
-        for offload in out.get(now, ()):
-            version = offload.storage, made_at[offload.storage]
-            live_until[version] = max(live_until[version], offload.freed_before - 1)
-    for (storage, made), last in live_until.items():
-        if made <= position <= last:
-            yield storage, made
-
-
-def by_position(schedule: Schedule, field: str) -> dict[int, list[Offload]]:
-    """The offloads of a schedule, grouped by the position of the evaluation that their field called `field` names."""
-    found: dict[int, list[Offload]] = {}
-    for offload in schedule.offloads:
-        found.setdefault(getattr(offload, field), []).append(offload)
-    return found
+    for storage, born, dies in lifetimes(problem, schedule.evaluations, schedule.offloads):
+        if born <= position <= dies:
+            yield storage, born
 
 
 def _ordered(rows: dict[str, int]) -> tuple[tuple[str, int], ...]:

@@ -15,6 +15,7 @@ from memopt.account.account import Account, in_blocks
 from memopt.account.optimizer_account import optimizer_account
 from memopt.device.cluster import Cluster
 from memopt.device.hardware import Hardware
+from passes.graphs.node_facts import block_of
 
 REDUCED = torch.float32
 """The dtype in which gradients are summed over the cards."""
@@ -119,14 +120,6 @@ class Sharding:
             gathered=self.gathered_bytes,
             exchange=self.exchange_bytes,
         )
-
-
-def block_of(path: str) -> str:
-    """The path of the repeated block that a module or parameter lies in, the outermost element of a list of modules
-    (`layers.3` of `layers.3.mlp`); "" outside of blocks."""
-    parts = path.split(".")
-    element = next((position for position, part in enumerate(parts) if part.isdigit()), None)
-    return "" if element is None else ".".join(parts[: element + 1])
 
 
 def _group(name: str, parameters: Sequence[torch.Tensor], cards: int, dtype: torch.dtype) -> ParameterGroup:

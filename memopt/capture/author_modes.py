@@ -130,9 +130,9 @@ class AuthorModes:
     def _check_write(self, func: Any, written: Any) -> None:
         """Raise `Untraceable` where `func` would write into a tensor that requires a gradient or that shares storage
         with a detached one."""
-        kept = {_storage(value) for value, _ in self._detached.values()}
+        kept = {storage_key(value) for value, _ in self._detached.values()}
         for value in tree_leaves(written):
-            if isinstance(value, torch.Tensor) and (value.requires_grad or _storage(value) in kept):
+            if isinstance(value, torch.Tensor) and (value.requires_grad or storage_key(value) in kept):
                 raise Untraceable(f"{func} writes under no_grad into a value that requires a gradient")
 
     def _autocast_changes(self, func: Any, device: str, args: Any, kwargs: Any) -> bool:
@@ -190,10 +190,6 @@ def _is_weight(value: torch.Tensor) -> bool:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _storage(value: torch.Tensor) -> int:
-    return storage_key(value)
 
 
 _ATTENTION = {

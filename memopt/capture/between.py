@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memopt.capture.dynamo_graph import result_values
 from memopt.compat.fakes import device_type_of
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.hooks import hooks_left_out
@@ -222,6 +223,5 @@ def _is_of_several(tensor: torch.Tensor) -> bool:
 
 def undifferentiated(region: fx.GraphModule) -> list[int]:
     """The positions of a region's results that are tensors and require no gradient in Dynamo's graph."""
-    (results,) = region.graph.output_node().args
-    known = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
-    return [at for at, value in enumerate(known) if isinstance(value, torch.Tensor) and not value.requires_grad]
+    known = enumerate(result_values(region))
+    return [at for at, value in known if isinstance(value, torch.Tensor) and not value.requires_grad]

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from memopt.capture.dynamo import GraphBreak
+from memopt.capture.dynamo_graph import graphs_within
 from memopt.compat.operators import (
     HigherOrderOperator,
     begins_transform,
@@ -54,9 +55,8 @@ def forward_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
 
 def _calls(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
     """The calls of functions in a graph and in those within it, such as blocks under `torch.utils.checkpoint`."""
-    for module in graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from ((module, node) for node in module.graph.nodes if node.op == "call_function")
+    for inner in graphs_within(graph_module):
+        yield from ((inner, node) for node in inner.graph.nodes if node.op == "call_function")
 
 
 def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> frozenset[int]:
@@ -72,7 +72,7 @@ def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> froze
     """
     inputs = graph_module.graph.find_nodes(op="placeholder")
     found: set[int] = set()
-    for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
+    for inner in graphs_within(graph_module):
         graph = inner.graph
         calls = [node for node in graph.find_nodes(op="call_method", target="requires_grad_") if not node.users]
         returned = set(graph.output_node().all_input_nodes)

@@ -93,7 +93,7 @@ def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:
         needed = _sizes_for(other, run)
         return replace(other, most=tuple(math.ceil(margin * size) for size in needed))
     if not run.region.changing:
-        return max(run, other, key=_volume)
+        return max(run, other, key=lambda one: sum(map(math.prod, one.shapes)))
     needed = other.sizes if run.region is other.region else _sizes_for(run, other)
     pairs = zip(run.sizes, needed, strict=True)
     most = tuple(
@@ -117,10 +117,6 @@ def _sizes_for(run: RegionRun, other: RegionRun) -> Sizes:
     ratios = (theirs / max(1, ours) for one, two in pairs for ours, theirs in zip(one, two, strict=False))
     growth = max([1.0, *ratios])
     return tuple(math.ceil(size * growth) for size in run.sizes)
-
-
-def _volume(run: RegionRun) -> int:
-    return sum(map(math.prod, run.shapes))
 
 
 Place: TypeAlias = tuple[int, int]

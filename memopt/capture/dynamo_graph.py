@@ -16,6 +16,7 @@ from memopt.compat.operators import is_nested_region, requiring_grad
 from memopt.compat.symbols import fixed_float
 from memopt.compat.tensors import has_no_storage, is_sharded, storage_key, with_memory
 from memopt.errors import CaptureError
+from passes.graphs.node_facts import graph_results
 
 AUTHOR_CHECKPOINT = "memopt_author_checkpoint"
 """The entry of `node.meta["custom"]` that marks what the author computes under `torch.utils.checkpoint`."""
@@ -26,6 +27,17 @@ _DRAWS = ("dropout", "bernoulli", "rand", "multinomial", "normal", "uniform")
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether parameters of the model are split over ranks, or repeated on them, otherwise than by `fully_shard`."""
     return any(map(is_sharded, model.parameters())) and not is_fully_sharded(model)
+
+
+def graphs_within(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph module and those within it, such as blocks under `torch.utils.checkpoint`; outer ones come first."""
+    return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+
+
+def result_values(graph_module: fx.GraphModule) -> list[Any]:
+    """What Dynamo stored as the values of a graph's results; None for a result that is no node."""
+    results = graph_results(graph_module.graph)
+    return [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]
 
 
 def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -40,9 +52,7 @@ def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
             "an input of the model, or one of its buffers, is a DTensor, but memopt plans only parameters as DTensors; "
             "give the model this rank's local tensor instead (its to_local())"
         )
-    (results,) = graph_module.graph.output_node().args
-    values = [node.meta.get("example_value") for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
-    if any(isinstance(value, torch.Tensor) and is_sharded(value) for value in values):
+    if any(isinstance(value, torch.Tensor) and is_sharded(value) for value in result_values(graph_module)):
         raise CaptureError(
             "the model returns a DTensor, as under loss_parallel or with use_local_output=False; have it return this "
             "rank's local tensor (to_local), or the whole one (full_tensor)"
@@ -71,7 +81,7 @@ def inline_nested_regions(graph_module: fx.GraphModule) -> None:
 
     Edits the graph.
     """
-    for inner in reversed([module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]):
+    for inner in reversed(graphs_within(graph_module)):
         calls = [node for node in inner.graph.nodes if is_nested_region(node.target)]
         for call in calls:
             _inline(inner, call)
@@ -93,10 +103,10 @@ def _inline(graph_module: fx.GraphModule, call: fx.Node) -> None:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.op == "get_attr":
                 copies[node].target = _adopted(graph_module, region, str(node.target))
-    (results,) = region.graph.output_node().args
+    results = graph_results(region.graph)
     for user in list(call.users):
         assert user.target is operator.getitem, "Dynamo takes the results of a nested region out of their tuple"
-        result = results[user.args[1]]
+        result = results[user.args[1]]  # type: ignore[index]
         user.replace_all_uses_with(copies[result] if isinstance(result, fx.Node) else result)
         graph.erase_node(user)
     graph.erase_node(call)
@@ -119,7 +129,7 @@ def inline_guarded_numbers(graph_module: fx.GraphModule) -> None:
     """Replace each `item()` of a number input by the number, where Dynamo has a guard on its value.
 
     Edits the graph. The tracer that runs after it does not know the value, and would fail at a comparison with it."""
-    for inner in [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]:
+    for inner in graphs_within(graph_module):
         changed = False
         for node in inner.graph.find_nodes(op="call_method", target="item"):
             number = fixed_float(node.meta.get("example_value"))
@@ -183,15 +193,13 @@ def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
 
 def _returns_a_leaf(graph_module: fx.GraphModule) -> bool:
     """Whether a value that the code calls `requires_grad_()` on is returned."""
-    (results,) = graph_module.graph.output_node().args
-    return any(node.target is requiring_grad and node.args[0] in results for node in _nodes(graph_module))  # type: ignore[operator]
+    results = graph_results(graph_module.graph)
+    return any(node.target is requiring_grad and node.args[0] in results for node in _nodes(graph_module))
 
 
 def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
     """The nodes of a graph and of all graphs within it, such as those of blocks under `torch.utils.checkpoint`."""
-    for module in graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            yield from module.graph.nodes
+    return (node for inner in graphs_within(graph_module) for node in inner.graph.nodes)
 
 
 def _names(nodes: Iterable[fx.Node]) -> Iterator[str]:

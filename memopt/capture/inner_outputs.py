@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
+from memopt.capture.dynamo_graph import result_values
 from memopt.compat.autograd import (
     Addition,
     current_backward,
@@ -27,6 +28,7 @@ from memopt.compat.autograd import (
 )
 from memopt.compat.hooks import defer_hooks
 from memopt.errors import UnplannedGradientError
+from passes.graphs.node_facts import graph_results
 
 
 def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
@@ -35,7 +37,7 @@ def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
 
     They are found in the autograd graph of the stored values (`example_value`), which includes in-place writes, also
     through views."""
-    stored = enumerate(_stored_results(graph_module))
+    stored = enumerate(result_values(graph_module))
     values = {at: value for at, value in stored if is_differentiable(value)}
     edges = {position: edge_of(value) for position, value in values.items()}
     reached = {position: edges_reached([value], ()) for position, value in values.items()}
@@ -44,12 +46,6 @@ def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
         for position, edge in edges.items()
     }
     return {position: others for position, others in found.items() if others}
-
-
-def _stored_results(graph_module: fx.GraphModule) -> list[Any]:
-    """The stored values of the results of a region's graph; None for a result that is no node."""
-    (results,) = graph_module.graph.output_node().args
-    return [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]  # type: ignore[union-attr]
 
 
 def run_from(
@@ -72,7 +68,7 @@ def run_from(
 def is_written(graph_module: fx.GraphModule, position: int) -> bool:
     """Whether a region's graph writes in place to the memory of its result at `position`. If so, other results may be
     computed from values that the result had before, and its gradient does not include theirs."""
-    return _stored_results(graph_module)[position]._version > 0
+    return result_values(graph_module)[position]._version > 0
 
 
 class _RunFrom(fx.Interpreter):
@@ -80,8 +76,7 @@ class _RunFrom(fx.Interpreter):
 
     def __init__(self, graph_module: fx.GraphModule, position: int) -> None:
         super().__init__(graph_module)
-        (results,) = graph_module.graph.output_node().args
-        self._at = results[position]  # type: ignore[index]
+        self._at = graph_results(graph_module.graph)[position]
 
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)

@@ -27,7 +27,7 @@ from passes import (
     find_reuses,
     format_graph,
 )
-from passes.graphs.node_facts import backward_nodes, is_tangent
+from passes.graphs.node_facts import backward_nodes, graph_results, is_tangent
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class JointGraph:
         """Position of a gradient among the gradients → the number of the `primals_*` whose gradient it is."""
         if self.places:
             return dict(zip(self.gradient_places, self.places, strict=True))
-        results: Any = self.module.graph.output_node().args[0]
+        results = graph_results(self.module.graph)
         return {number: number for number in range(len(results) - self.forward_outputs)}
 
     def place_of(self, number: int) -> int:
@@ -81,8 +81,7 @@ class JointGraph:
     @property
     def inputs_with_gradients(self) -> frozenset[int]:
         """The numbers of the region's inputs that get a gradient from this graph."""
-        results: Any = self.module.graph.output_node().args[0]
-        gradients = results[self.forward_outputs :]
+        gradients = graph_results(self.module.graph)[self.forward_outputs :]
         places = self.gradient_places or range(len(gradients))
         return frozenset(number for number, place in enumerate(places) if _is_gradient(gradients[place]))
 
@@ -187,8 +186,7 @@ class JointGraph:
     def parameter_gradients(self) -> dict[int, int]:
         """For each parameter gradient that may be added to `.grad` as soon as it is computed, by its position among the
         results, the number of its `primals_*`. No node of the graph reads such a gradient, and it is returned once."""
-        results = self.module.graph.output_node().args[0]
-        assert isinstance(results, (tuple, list))
+        results = graph_results(self.module.graph)
         times = Counter(result for result in results if isinstance(result, fx.Node))
         return {
             self.forward_outputs + position: number
@@ -219,8 +217,7 @@ class JointGraph:
             if node not in sources:
                 read = (sources.get(source, frozenset()) for source in node.all_input_nodes)
                 sources[node] = frozenset().union(*read)
-        results = self.module.graph.output_node().args[0]
-        gradients = enumerate(results[self.forward_outputs :])  # type: ignore[index, arg-type]
+        gradients = enumerate(graph_results(self.module.graph)[self.forward_outputs :])
         found = {at: sources[node] for at, node in gradients if isinstance(node, fx.Node)}
         return {at: some for at, some in found.items() if some and some != tangents}
 
@@ -231,8 +228,8 @@ class JointGraph:
         if self.fused:
             return frozenset()
         storages = find_storages(self.module.graph, reuses=self.reuses)
-        results = self.module.graph.output_node().args[0]
-        nodes = [result if isinstance(result, fx.Node) else None for result in results]  # type: ignore[union-attr]
+        results = graph_results(self.module.graph)
+        nodes = [result if isinstance(result, fx.Node) else None for result in results]
         backward = backward_nodes(self.module.graph)
         users = Counter(block for node in nodes if node is not None for block in storages.of.get(node, ()))
 

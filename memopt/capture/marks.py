@@ -15,9 +15,9 @@ def mark_operators(graph: fx.Graph) -> None:
         node.meta["custom"] = {**node.meta.get("custom", {}), _OPERATOR: node.name}
 
 
-def without_mark(node: fx.Node) -> None:
-    """Remove from a traced node the name that `mark_operators` wrote and tracing copied."""
-    custom = {name: value for name, value in node.meta.get("custom", {}).items() if name != _OPERATOR}
+def without_mark(node: fx.Node, mark: str = _OPERATOR) -> None:
+    """Remove a mark from a traced node, by default the name that `mark_operators` wrote and tracing copied."""
+    custom = {name: value for name, value in node.meta.get("custom", {}).items() if name != mark}
     node.meta.update(custom=custom) if custom else node.meta.pop("custom", None)
 
 

@@ -25,6 +25,7 @@ from memopt.compat.operators import (
 )
 from memopt.compat.symbols import rebind_data_sizes
 from memopt.compat.tracing import before_tracing, opaque_call, pre_dispatch_graph
+from passes.graphs.node_facts import graph_results
 from passes.graphs.op_kinds import DATA
 
 AUTHOR_AUTOCAST = "memopt_author_autocast"
@@ -107,7 +108,8 @@ class _Interpreter(fx.Interpreter):
             if is_checkpoint(target):
                 # The plan decides what is recomputed, so the author's checkpoint is inlined.
                 inner, *rest = args
-                own = {name: value for name, value in kwargs.items() if name in _placeholders(inner)}
+                names = {str(node.target) for node in inner.graph.find_nodes(op="placeholder")}
+                own = {name: value for name, value in kwargs.items() if name in names}
                 return _Interpreter(inner, self.mode, self.modes).run(*rest, *own.values())
             if autocast_is_on():
                 raise Untraceable(
@@ -133,15 +135,9 @@ class _Interpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _placeholders(module: fx.GraphModule) -> set[str]:
-    """The names of a graph's inputs."""
-    return {str(node.target) for node in module.graph.find_nodes(op="placeholder")}
-
-
 def _check_gradients(graph_module: fx.GraphModule, differentiable: Sequence[bool]) -> None:
     """Raise `Untraceable` unless the same results require gradients as in Dynamo's graph."""
-    (expected,) = graph_module.graph.output_node().args
-    for node, flows in zip(expected, differentiable, strict=True):  # type: ignore[arg-type]
+    for node, flows in zip(graph_results(graph_module.graph), differentiable, strict=True):
         known = node.meta.get("example_value") if isinstance(node, fx.Node) else None
         if isinstance(known, torch.Tensor) and known.requires_grad != flows:
             raise Untraceable(f"a trace of the region would lose the gradient of its result {node}")

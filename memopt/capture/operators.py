@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
-from memopt.capture.marks import mark_operators
+from memopt.capture.dynamo_graph import graphs_within
+from memopt.capture.marks import mark_operators, without_mark
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.joint_trace import constants_as_attributes
@@ -209,14 +210,13 @@ def needs_operators(graph_module: fx.GraphModule) -> bool:
 
 def has_autocast(graph_module: fx.GraphModule) -> bool:
     """Whether the code of a region, or code in it under a checkpoint, opens autocast blocks of its own."""
-    graphs = [one.graph for one in graph_module.modules() if isinstance(one, fx.GraphModule)]
-    return any(enters_autocast(node.target) for graph in graphs for node in graph.nodes)
+    return any(enters_autocast(node.target) for one in graphs_within(graph_module) for node in one.graph.nodes)
 
 
 def has_attention(graph_module: fx.GraphModule) -> bool:
     """Whether the code of a region calls `scaled_dot_product_attention`, which chooses a kernel."""
-    graphs = [one.graph for one in graph_module.modules() if isinstance(one, fx.GraphModule)]
-    return any(node.target is F.scaled_dot_product_attention for graph in graphs for node in graph.nodes)
+    nodes = (node for one in graphs_within(graph_module) for node in one.graph.nodes)
+    return any(node.target is F.scaled_dot_product_attention for node in nodes)
 
 
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
@@ -272,11 +272,7 @@ def _is_operator(node: fx.Node) -> bool:
 
 def _take_marks(graph: fx.Graph) -> frozenset[str]:
     """Names of the nodes that tracing marked as inside the author's own autocast; removes the marks."""
-    marked: set[str] = set()
-    for node in graph.nodes:
-        custom = node.meta.get("custom")
-        if custom and AUTHOR_AUTOCAST in custom:
-            marked.add(node.name)
-            rest = {name: value for name, value in custom.items() if name != AUTHOR_AUTOCAST}
-            node.meta.update(custom=rest) if rest else node.meta.pop("custom")
-    return frozenset(marked)
+    marked = [node for node in graph.nodes if AUTHOR_AUTOCAST in (node.meta.get("custom") or {})]
+    for node in marked:
+        without_mark(node, AUTHOR_AUTOCAST)
+    return frozenset(node.name for node in marked)

@@ -17,6 +17,7 @@ from torch import fx, nn
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import RunningBy, enters_autocast, leaves_autocast, schema_of, sets_grad_mode
 from memopt.compat.symbols import data_symbols_of, largest_value
+from passes.graphs.node_facts import graph_results
 
 SMALLEST_BYTES = 16 * 1024
 """Outputs of at most this size are always returned: to defer them would save too little."""
@@ -36,8 +37,7 @@ def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
     caller computes: then no output is detached. If a gradient does arrive at a detached output, a second forward
     computes the gradients that follow from it (`memopt.run.replay`)."""
     output = graph_module.graph.output_node()
-    results = output.args[0]
-    assert isinstance(results, (tuple, list))
+    results = graph_results(graph_module.graph)
     differentiable = {
         position: node
         for position, node in enumerate(results)

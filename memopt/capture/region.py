@@ -16,7 +16,13 @@ from memopt.capture.author_modes import CallerModes, Untraceable
 from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, limits_by_operators, match, without_limit
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
-from memopt.capture.dynamo_graph import check_shards, inline_guarded_numbers, inline_nested_regions, mark_checkpoints
+from memopt.capture.dynamo_graph import (
+    check_shards,
+    inline_guarded_numbers,
+    inline_nested_regions,
+    mark_checkpoints,
+    result_values,
+)
 from memopt.capture.inner_outputs import feeding
 from memopt.capture.operators import OperatorGraph, has_attention, has_autocast, operator_graph
 from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of
@@ -29,6 +35,7 @@ from memopt.errors import CaptureError
 from memopt.units import size
 from passes import copy_graph_module
 from passes.compat import forget_erased
+from passes.graphs.node_facts import graph_results
 
 Sizes: TypeAlias = tuple[int, ...]
 """Values of a region's changing sizes, in the order of `RecordedRegion.changing`; empty where all sizes are fixed."""
@@ -139,8 +146,7 @@ class RecordedRegion:
     @cached_property
     def differentiable(self) -> bool:
         """Whether any of its outputs requires a gradient."""
-        (results,) = self.graph_module.graph.output_node().args
-        values = [node.meta.get("example_value") for node in results if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+        values = result_values(self.graph_module)
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     @cached_property
@@ -192,8 +198,7 @@ class RecordedRegion:
     def result_dtypes(self) -> tuple[torch.dtype | None, ...]:
         """For each result, its dtype in the plain model. None for results that are no floating-point tensors, and for
         values that are returned in place of deferred outputs: those may have any dtype."""
-        (results,) = self.graph_module.graph.output_node().args
-        examples = list(map(example_of, results))  # type: ignore[arg-type]
+        examples = list(map(example_of, graph_results(self.graph_module.graph)))
         returned = len(examples if self.deferred is None else self.deferred.returned)
         return tuple(
             self.plain_dtype(example.dtype) if number < returned and example is not None else None
@@ -420,8 +425,7 @@ class CapturedCall:
         """The bytes of the tensors that the call returns."""
         if self.returned_bytes:
             return self.returned_bytes
-        (results,) = self.runs[-1].region.graph_module.graph.output_node().args
-        values = map(example_of, results)  # type: ignore[arg-type]
+        values = map(example_of, graph_results(self.runs[-1].region.graph_module.graph))
         return sum(storage_bytes(value) for value in values if value is not None)
 
     @property

@@ -21,7 +21,7 @@ from torch import fx
 from memopt.capture.blocks import TEMPLATE, BlockRun, constant_key
 from memopt.capture.marks import traced_from
 from memopt.compat.tensors import storage_key
-from passes.graphs.node_facts import argument_kind, is_tangent, sources_of, tensors, value_kind
+from passes.graphs.node_facts import argument_kind, graph_results, is_tangent, sources_of, tensors, value_kind
 
 
 class BlockPlace(NamedTuple):
@@ -79,7 +79,7 @@ def standing_blocks(
     nodes = joint.graph.find_nodes(op="placeholder")
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")
-    results: Any = joint.graph.output_node().args[0]
+    results = graph_results(joint.graph)
     if len(inputs) != len(given) or len(results) not in (forward_outputs, forward_outputs + len(inputs)):
         return None
     found = Standing(joint, forward_outputs, module, runs, inputs=inputs)
@@ -241,7 +241,7 @@ class _Proof:
         Gradients of inputs that are a block's own must come from that block's backward, in each middle block from the
         node of the same number. All other results must come from the first or last block, or from other code.
         """
-        results: Any = self.of.joint.graph.output_node().args[0]
+        results = graph_results(self.of.joint.graph)
         missing = {own for run in self.of.runs for number in run.missing for own in run.own[number].values()}
         given = self.of.module.graph.find_nodes(op="placeholder")
         made: dict[tuple[int, fx.Node], set[int | None]] = defaultdict(set)

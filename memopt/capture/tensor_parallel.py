@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from memopt.compat.modules import own_tp_plan
 from memopt.device.cluster import Ring
 from memopt.device.storages import storage_bytes
+from passes.graphs.node_facts import block_of
 
 
 def _repeated(value: Tensor, cards: int, dim: int) -> Tensor:
@@ -144,7 +145,7 @@ class TensorParallel:
         regions = _regions(self.styles)
         for path in regions:
             model.get_submodule(path).register_forward_pre_hook(self._gather_input, with_kwargs=True)
-        blocks = _blocks(model, regions)
+        blocks = list(dict.fromkeys(block for path in regions if (block := block_of(path))))
         if blocks:
             model.get_submodule(blocks[0]).register_forward_pre_hook(self._take_part, with_kwargs=True)
             if not any(style != ROWS and "." not in path for path, style in self.styles.items()):
@@ -237,17 +238,6 @@ def _regions(styles: Mapping[str, str]) -> list[str]:
         if style != ROWS:
             parent = path.rpartition(".")[0]
             found[parent if any(part.isdigit() for part in parent.split(".")) else path] = None
-    return list(found)
-
-
-def _blocks(model: nn.Module, regions: list[str]) -> list[str]:
-    """The paths of the repeated blocks that hold the regions, in their order."""
-    found: dict[str, None] = {}
-    for path in regions:
-        parts = path.split(".")
-        element = next((position for position, part in enumerate(parts) if part.isdigit()), None)
-        if element is not None:
-            found[".".join(parts[: element + 1])] = None
     return list(found)
 
 

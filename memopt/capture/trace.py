@@ -26,7 +26,7 @@ from memopt.compat.symbols import data_symbols_of, has_gaps
 from memopt.errors import CaptureError
 from passes import copy_graph_module, is_random
 from passes.graphs.edit import on_stored_values, refresh
-from passes.graphs.node_facts import is_tangent, tensors
+from passes.graphs.node_facts import graph_results, is_tangent, tensors
 
 
 def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule | None, int]:
@@ -54,8 +54,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
 def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
     """Mark all operators that an output of the forward needs as the forward's. Where a pass of inductor replaces an
     operator by an equal one (`x - zeros` by `x`), it may give that one the mark of the backward."""
-    results: Any = graph.output_node().args[0]
-    needed = [result for result in results[:forward_outputs] if isinstance(result, fx.Node)]
+    needed = [result for result in graph_results(graph)[:forward_outputs] if isinstance(result, fx.Node)]
     seen = set(needed)
     while needed:
         node = needed.pop()

@@ -11,6 +11,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.compat.autograd import current_backward, when_backward_ends
+from memopt.compat.tensors import is_view
 from passes.compat import private
 
 # DDP's own mixed precision calls the reducer's hooks from Python.
@@ -29,7 +30,6 @@ PRIVATE_NAMES = (
     ),
     *private("torch._C._distributed_c10d", "Reducer._autograd_hook Reducer._remove_autograd_hooks"),
     *private("torch.distributed.distributed_c10d", "_get_default_store"),
-    *private("torch", "Tensor._is_view"),
 )
 
 
@@ -91,13 +91,6 @@ def takes_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
     """Whether ranks may run different numbers of forwards, as under `wrapper.join()`."""
     anything: Any = wrapper
     return bool(anything._join_config.enable)
-
-
-def is_bucket_view(gradient: torch.Tensor) -> bool:
-    """Whether a `.grad` is a view of one of DDP's buckets, as with `gradient_as_bucket_view`; gradients that autograd
-    makes are no views."""
-    anything: Any = gradient
-    return bool(anything._is_view())
 
 
 class ReducerHooks:
@@ -178,7 +171,7 @@ class ReducerHooks:
 
     def _note(self, number: int) -> None:
         gradient = self._parameters[number].grad if self.views else None
-        if gradient is not None and is_bucket_view(gradient):
+        if gradient is not None and is_view(gradient):  # gradients that autograd makes are no views
             self._addresses[number] = gradient.untyped_storage().data_ptr()
 
     def _note_all(self) -> None:

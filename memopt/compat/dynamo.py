@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
+from types import CodeType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -292,24 +293,17 @@ def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
     Nothing else frees them: the cache entries of a model's forward belong to its class, and the code that Dynamo made
     for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called while
     Dynamo compiles."""
-    from torch._dynamo.convert_frame import input_codes
-
-    frames: Any = torch._C._dynamo.eval_frame
-    for code in [code for code in (reference() for reference in input_codes.seen) if code is not None]:
-        entries = frames._debug_get_cache_entry_list(code)
-        if entries and all(is_dead(getattr(entry.backend, "compiler_fn", None)) for entry in entries):
-            frames.reset_code(code)
+    for code, backends in _compiled_codes():
+        if backends and all(map(is_dead, backends)):
+            torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def forget_skipped() -> None:
     """Make Dynamo try again to capture code that it has given up on: where the user's code raised an exception while
     being captured, Dynamo skips it in all later calls. Not to be called while Dynamo compiles."""
-    from torch._dynamo.convert_frame import input_codes
-
-    frames: Any = torch._C._dynamo.eval_frame
-    for code in [code for code in (reference() for reference in input_codes.seen) if code is not None]:
-        if not frames._debug_get_cache_entry_list(code):
-            frames.reset_code(code)
+    for code, backends in _compiled_codes():
+        if not backends:
+            torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
@@ -317,14 +311,16 @@ def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
 
     If a compilation broke the graph inside of a called function, its guards do not cover what that function read.
     Dynamo tries the latest compilation first, so it may run where an earlier one ran before."""
+    return any(sum(map(is_ours, backends)) > 1 for _, backends in _compiled_codes())
+
+
+def _compiled_codes() -> Iterator[tuple[CodeType, list[Any]]]:
+    """The code objects that Dynamo has compiled or given up on, each with the backends of its compilations."""
     from torch._dynamo.convert_frame import input_codes
 
-    frames: Any = torch._C._dynamo.eval_frame
     for code in [code for code in (reference() for reference in input_codes.seen) if code is not None]:
-        entries = frames._debug_get_cache_entry_list(code)
-        if sum(is_ours(getattr(entry.backend, "compiler_fn", None)) for entry in entries) > 1:
-            return True
-    return False
+        entries: Any = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
+        yield code, [getattr(entry.backend, "compiler_fn", None) for entry in entries]
 
 
 def tracing_again() -> Callable[[], AbstractContextManager[Any]]:

@@ -73,13 +73,6 @@ def fixed_float(value: object) -> float | None:
     return fixed
 
 
-def hint_of(size: int | torch.SymInt) -> int | None:
-    """The value that a size had when it became a symbol; reading it adds no guard. None for a data-dependent size."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else None
-
-
 def upper_bound(size: torch.SymInt) -> int:
     """The largest value that a symbolic size may take.
 

@@ -18,8 +18,8 @@ from memopt.compat.operators import (
     tree_map,
     without_torch_functions,
 )
-from memopt.compat.symbols import hint_of, is_symbolic
-from passes.compat import private
+from memopt.compat.symbols import is_symbolic
+from passes.compat import private, size_seen
 
 PRIVATE_NAMES = (
     *private("torch._subclasses.fake_tensor", "FakeTensorMode.dispatch", call="self, func, types, args, kwargs"),
@@ -51,7 +51,7 @@ class _SmallOperands:
         def small(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 return make(_small_like(leaf, self._numbers))
-            return hint_of(leaf) if isinstance(leaf, torch.SymInt) else leaf
+            return size_seen(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
         positional, named = tree_map(small, self._arguments)
         return [_small_sizes(argument, self._numbers) for argument in positional], named
@@ -65,7 +65,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _as_seen(sizes: Iterable[int | torch.SymInt]) -> list[int]:
     """Sizes or strides, where a symbol counts as the value that it had when it was made. None may depend on data."""
-    seen: list[Any] = list(map(hint_of, sizes))
+    seen: list[Any] = list(map(size_seen, sizes))
     return seen
 
 
@@ -85,7 +85,7 @@ def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
 def _small_sizes(argument: Any, numbers: dict[int, int]) -> Any:
     """An argument with sizes replaced as `numbers` says, if it is a list or tuple; any other one as it is."""
     if isinstance(argument, (list, tuple)):
-        seen = (hint_of(entry) if isinstance(entry, torch.SymInt) else entry for entry in argument)
+        seen = (size_seen(entry) if isinstance(entry, torch.SymInt) else entry for entry in argument)
         return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in seen)
     return argument
 
@@ -194,7 +194,7 @@ def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
     """Whether an operator has to be tried on small tensors, judging by these operands and the fake result."""
     if not all(_is_number(tensor.dtype) for tensor in inputs):
         return False
-    if any(hint_of(number) is None for tensor in inputs for number in (*tensor.shape, *tensor.stride())):
+    if any(size_seen(number) is None for tensor in inputs for number in (*tensor.shape, *tensor.stride())):
         return False
     in_order = all(map(_is_contiguous, inputs))
     floats = {tensor.dtype for tensor in inputs} - {torch.bool}

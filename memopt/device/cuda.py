@@ -132,7 +132,7 @@ class _Cuda(Device):
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:
         """The allocations and frees of a kernel that is in `ORDER`: it allocates its results in that order, then a
         workspace of `workspace_bytes`, which it frees. Empty for other kernels."""
-        order = ORDER.get(schema_of(call.op).name.split("::")[-1], ())
+        order = ORDER.get(call.name, ())
         if len(order) != len(call.outputs):
             return ()
         results = tuple(BlockCall(True, place, call.outputs[place].bytes) for place in order)

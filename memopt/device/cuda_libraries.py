@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -22,6 +21,7 @@ from memopt.device.hardware import Chip, reported_chip
 from memopt.device.live_bytes import NOTABLE, OpDryRun
 from memopt.device.op_call import OpCall
 from memopt.solver.problem import BlockCall
+from passes.compat import in_own_thread
 
 _PATIENCE_SECONDS = 1.0
 
@@ -87,7 +87,7 @@ _ROOM = 64 * 1024**2
 def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
     """The allocations and frees during a run of an operator that has a workspace. None for other operators, where this
     process uses no card with that `chip`, and where the card has no room for the operator now."""
-    if schema_of(call.op).name.split("::")[-1] not in _OPS or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if call.name not in _OPS or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     if reported_chip(device) != chip:
@@ -100,9 +100,7 @@ def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
 def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> OpDryRun | None:
     """What a run of the call on the device allocates, None where the run fails; `settings` are cuDNN's flags, by which
     it chooses its algorithm."""
-    # Profilers, autocast, dispatch modes and streams belong to a thread: in its own the run sees none of the caller's.
-    with ThreadPoolExecutor(1, "memopt-library") as worker:
-        events = worker.submit(_events, call, device).result()
+    events = in_own_thread(_events, call, device)
     torch.cuda.empty_cache()
     return None if events is None else from_events(events, [spec.bytes for spec in call.outputs])
 

@@ -82,6 +82,11 @@ class OpCall:
     kwargs: tuple[tuple[str, Any], ...]
     results: Any
 
+    @property
+    def name(self) -> str:
+        """The operator's name without namespace and overload, `add` for `aten.add.Tensor`."""
+        return str(schema_of(self.op).name.split("::")[-1])
+
     @cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         return tuple(_specs((self.args, self.kwargs)))

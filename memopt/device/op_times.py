@@ -7,13 +7,13 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from memopt.device.devices import device_of
 from memopt.device.op_call import OpCall, tensors_in
+from passes.compat import in_own_thread
 
 LIMIT_SECONDS = 4.0
 """The most seconds that timing the operators of one step takes."""
@@ -47,9 +47,7 @@ def time_calls(
     A kernel that is shorter than its launch counts as long as the launch. Left out are calls that cannot run by
     themselves (operators of other libraries, collectives, operators that refuse made-up values), that do not fit into
     half of the free memory, or that would begin after `limit_seconds`. Random states are restored."""
-    # In a thread of its own, where the caller's modes and autocast are not active: see `memopt.device.workspace`.
-    with ThreadPoolExecutor(1, "memopt-time") as worker:
-        return worker.submit(_time_all, calls, device, limit_seconds, torch.get_num_threads()).result()
+    return in_own_thread(_time_all, calls, device, limit_seconds, torch.get_num_threads())
 
 
 def call_key(call: OpCall) -> str:

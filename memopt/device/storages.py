@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from memopt.compat.host import is_on_host
-from memopt.compat.operators import OpOverload
+from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import largest_value
 from passes import FoundReuse, is_pure
 from passes.graphs.aliases import Aliases, find_aliases, results_of, viewed_argument
@@ -24,6 +24,7 @@ from passes.graphs.node_facts import backward_nodes, is_tangent
 from passes.graphs.op_kinds import is_pointwise, mutated_arguments, op_name
 
 tensors_of = results_of
+_PRIMS = ("prims",)
 
 
 class Storages(Aliases):
@@ -45,6 +46,11 @@ def find_storages(
     (`memopt::copy_out`) has no storage.
     """
     return Storages(**vars(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses})))
+
+
+def is_mutation(node: fx.Node) -> bool:
+    """Whether the node writes into one of its arguments."""
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def is_view(node: fx.Node) -> bool:
@@ -144,7 +150,7 @@ class _Fusion:
     def cost(self, node: fx.Node) -> _Inlined:
         """Returns the cost of computing a value from held ones."""
         reads: set[fx.Node] = set()
-        operators, draws = 1, op_name_of(node) == _DRAWS
+        operators, draws = 1, op_name(node, _PRIMS) == _DRAWS
         for argument in map(behind_views, node.all_input_nodes):
             if argument in self.inlined:
                 behind = self.inlined[argument]
@@ -155,30 +161,21 @@ class _Fusion:
         return _Inlined(frozenset(reads), operators, draws)
 
 
-def op_name_of(node: fx.Node) -> str:
-    """Returns the name of an operator of aten or prims without its namespace; "" for anything else."""
-    target = node.target
-    if isinstance(target, OpOverload) and target.namespace in ("aten", "prims"):
-        return target.overloadpacket.__name__
-    return ""
-
-
 def is_elementwise(node: fx.Node) -> bool:
     """Returns whether every element of the node's result is computed separately from elements of its arguments."""
-    name = op_name_of(node)
-    if op_name(node):
+    if name := op_name(node):
         return name not in _ASSEMBLERS and (is_pointwise(node) or name in _ELEMENTWISE)
-    return name in _ELEMENTWISE_PRIMS
+    return op_name(node, _PRIMS) in _ELEMENTWISE_PRIMS
 
 
 def can_inline(node: fx.Node) -> bool:
     """Returns whether a fusing compiler can compute the node's arguments within the kernel of the node."""
-    return is_elementwise(node) or (op_name_of(node) in _REDUCTIONS | _ASSEMBLERS and bool(op_name(node)))
+    return is_elementwise(node) or op_name(node) in _REDUCTIONS | _ASSEMBLERS
 
 
 def is_generated(node: fx.Node) -> bool:
     """Returns whether a fusing compiler generates the kernel that computes the node; such a kernel has no workspace."""
-    return can_inline(node) or op_name_of(node) in _KERNELS_OF_PRIMS
+    return can_inline(node) or op_name(node, _PRIMS) in _KERNELS_OF_PRIMS
 
 
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
-from memopt.compat.operators import OpOverload, plain_tensors, schema_of
+from memopt.compat.operators import plain_tensors
 from memopt.compat.symbols import largest_value
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.op_call import OpCall, flop_formula
-from memopt.device.storages import is_view, storage_bytes, tensors_of
+from memopt.device.storages import is_mutation, is_view, storage_bytes, tensors_of
 from passes.ops.fp8_formats import tile_of, turned
 
 aten = torch.ops.aten
@@ -138,8 +138,7 @@ def runs_kernel(node: fx.Node) -> bool:
     """Whether evaluating the node runs a kernel: it is no view, size, assertion or placeholder."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
-    mutates = isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
-    return mutates or (any(True for _ in tensors_of(node)) and not is_view(node))
+    return is_mutation(node) or (any(True for _ in tensors_of(node)) and not is_view(node))
 
 
 def node_flops(node: fx.Node) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -23,6 +22,7 @@ from memopt.device.live_bytes import OpDryRun, dry_run_op
 from memopt.device.op_call import OpCall, flop_formula, op_call, tensors_in
 from memopt.device.workspace_rules import SCALARS
 from memopt.lru import LruCache
+from passes.compat import in_own_thread
 from passes.ops.fp8_formats import DELAYED_SCALE
 
 MAX_RUN_BYTES = 256 * 1024**2
@@ -115,11 +115,7 @@ def _measured(calls: Iterable[OpCall]) -> dict[OpCall, _Measured]:
     found = {call: _latest.get(_key(call)) for call in calls}
     fresh = [call for call, result in found.items() if result is None]
     if fresh:
-        # Profilers, autocast and dispatch modes belong to a thread. In a thread of its own the measurement neither
-        # sees nor disturbs those of the caller (a meter around the first step, the fake mode of a compiler).
-        with ThreadPoolExecutor(1, "memopt-workspace") as worker:
-            results = worker.submit(_measure_all, fresh, torch.get_num_threads()).result()
-        for call, result in results.items():
+        for call, result in in_own_thread(_measure_all, fresh, torch.get_num_threads()).items():
             found[call] = result
             _latest[_key(call)] = result
     return {call: result for call, result in found.items() if result is not None}
@@ -205,8 +201,7 @@ def run_metered(op: OpOverload, args: Any, kwargs: Any) -> tuple[Any, int]:
         with keys:
             return _metered(op, args, kwargs)
 
-    with ThreadPoolExecutor(1, "memopt-workspace") as worker:
-        results, peak_bytes, output_bytes, _ = worker.submit(run, torch.get_num_threads()).result()
+    results, peak_bytes, output_bytes, _ = in_own_thread(run, torch.get_num_threads())
     return results, max(0, peak_bytes - output_bytes)
 
 

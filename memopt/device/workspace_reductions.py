@@ -63,11 +63,10 @@ def _reduced(call: OpCall, ndim: int) -> frozenset[int]:
 
 def _accumulator_bytes(call: OpCall) -> int:
     """Bytes of the accumulator of one thread: fp32 for sums in 16 bits, int64 for integers."""
-    name = schema_of(call.op).name.split("::")[-1]
     given, made = call.inputs[0].dtype, call.outputs[0].dtype
-    if name in _ACCUMULATORS:
-        return _ACCUMULATORS[name] * (2 if torch.float64 in (given, made) else 1)
-    if name in ("amax", "amin"):
+    if call.name in _ACCUMULATORS:
+        return _ACCUMULATORS[call.name] * (2 if torch.float64 in (given, made) else 1)
+    if call.name in ("amax", "amin"):
         return given.itemsize
     return max(4, given.itemsize, made.itemsize) if given.is_floating_point else 8
 
@@ -167,7 +166,7 @@ def _accumulated(call: OpCall, element: int) -> int:
     where an accumulator is more than one number."""
     given, made = call.inputs[0], call.outputs[0]
     narrow = given.dtype == made.dtype and made.dtype.itemsize < 4
-    apart = narrow or schema_of(call.op).name.split("::")[-1] in _ACCUMULATORS
+    apart = narrow or call.name in _ACCUMULATORS
     return (
         _in_blocks(element * made.numel) if apart and element > made.dtype.itemsize and given.bytes > _INDEXABLE else 0
     )

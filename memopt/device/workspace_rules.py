@@ -227,7 +227,7 @@ COMMON: dict[str, Rule] = {
 
 def rule_name(call: OpCall) -> str:
     """The name of an operator in the rules: without namespace, overload, and the final `_` of in-place operators."""
-    return schema_of(call.op).name.split("::")[-1].removesuffix("_")
+    return call.name.removesuffix("_")
 
 
 def by_rules(call: OpCall, rules: Mapping[str, Rule], *, pointwise: Rule = nothing, reduction: Rule = all_bytes) -> int:

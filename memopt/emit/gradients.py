@@ -247,26 +247,17 @@ def _insertion_point(graph: fx.Graph, gradient: fx.Node, names: Collection[str])
 
 
 def _with_raised_views(gradient: object) -> fx.Node:
-    """A result as a node, with its views moved up by `_raise_views`."""
+    """A gradient as a node. The views and `getitem`s that lead to it are moved to right after the node that makes their
+    storage."""
     assert isinstance(gradient, fx.Node)
-    return _raise_views(gradient)
-
-
-def _raise_views(gradient: fx.Node) -> fx.Node:
-    """Move the views that lead to a gradient to right after the node that makes their storage; returns the gradient."""
     chain = [gradient]
-    while chain[-1].op == "call_function" and len(chain[-1].all_input_nodes) == 1 and _is_chained(chain[-1]):
+    while len(chain[-1].all_input_nodes) == 1 and (is_view(chain[-1]) or chain[-1].target is operator.getitem):
         chain.append(chain[-1].all_input_nodes[0])
     last = chain.pop()
     for node in reversed(chain):
         last.append(node)
         last = node
     return gradient
-
-
-def _is_chained(node: fx.Node) -> bool:
-    """Whether a node only views or selects a result of its input."""
-    return is_view(node) or node.target is operator.getitem
 
 
 def is_reached(tangents: Collection[int], number: int) -> bool:

@@ -29,6 +29,7 @@ from memopt.emit.gradients import AccumulateGradient, Accumulation, telling, wit
 from memopt.emit.partition import Cut, Emitted
 from memopt.planning.refit import Footprint
 from passes import copy_graph_module, format_graph
+from passes.graphs.node_facts import graph_results
 
 
 def compile_by_backend(
@@ -291,9 +292,7 @@ class _Handing:
         self.modules: list[AccumulateGradient] = []
         for node in backward.graph.find_nodes(op="call_module"):
             self._replace(backward, node)
-        results = backward.graph.output_node().args[0]
-        assert isinstance(results, (tuple, list))
-        self.numbers = [_number(result) for result in results]
+        self.numbers = [_number(result) for result in graph_results(backward.graph)]
         """For each result of the backward the number of its module; -1 for a result without one."""
         backward.delete_all_unused_submodules()
         backward.recompile()

@@ -24,7 +24,7 @@ from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
 from memopt.price.priced_graph import MemoryUses
 from passes import Reinplace
 from passes.apply_schedule import BACKWARD
-from passes.graphs.node_facts import is_tangent
+from passes.graphs.node_facts import graph_results, is_tangent
 
 Cut: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Returns the forward and the backward module of a region; ignores its arguments, those of a partitioner of torch."""
@@ -68,15 +68,14 @@ def partition(
 def _crossing(graph: fx.Graph, forward_outputs: int) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
     """The forward's values that the backward reads or returns, in three lists: tensors, including those offloaded to
     the host, sizes, and other objects."""
-    results = graph.output_node()
-    returned = set(results.args[0][forward_outputs:])  # type: ignore[index,arg-type]
+    returned = set(graph_results(graph)[forward_outputs:])
     tensors: list[fx.Node] = []
     sizes: list[fx.Node] = []
     objects: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "output" or is_tangent(node) or _is_backward(node):
             continue
-        if node in returned or any(user is not results and _is_backward(user) for user in node.users):
+        if node in returned or any(user.op != "output" and _is_backward(user) for user in node.users):
             value = node.meta["val"]
             kind = tensors if isinstance(value, torch.Tensor) else sizes if isinstance(value, _NUMBERS) else objects
             kind.append(node)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from memopt.account.account import Account
-from memopt.account.sharded import ParameterGroup, Sharding, block_of
+from memopt.account.sharded import ParameterGroup, Sharding
 from memopt.capture.tensor_parallel import is_exchange
 from memopt.device.time_model import bound_by_arithmetic
 from memopt.planning.joined import Joined
 from memopt.planning.priced_step import PricedStep
 from memopt.solver import Schedule
+from passes.graphs.node_facts import block_of
 
 COMPUTE, MEMORY, GATHER, REDUCE, EXCHANGE = "compute", "memory", "gather", "reduce", "tensor parallel"
 Seconds = Counter[str]

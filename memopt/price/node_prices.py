@@ -9,34 +9,25 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
-from memopt.compat.operators import OpOverload, schema_of
 from memopt.device.calibration import calibrated_seconds
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, op_call
-from memopt.device.storages import is_view
+from memopt.device.storages import is_mutation, is_view
 from memopt.device.time_model import node_seconds, runs_kernel
 from memopt.device.workspace import measure_workspaces, op_dry_run, workspace_bytes
 from memopt.price.priced_graph import NodePrice
 from passes.graphs.aliases import WAIT
-from passes.graphs.node_facts import backward_nodes
+from passes.graphs.node_facts import backward_nodes, block_of
 from passes.ops.offload_ops import TRANSFERS
 
 _PROJECTIONS = ("aten.mm.", "aten.addmm.")
 
 
 def number_blocks(paths: Iterable[str]) -> dict[str, int]:
-    """For each path of a module in a repeated block, the block's number: that of its outermost list element (`layers.3`
-    of `layers.3.mlp`). Paths outside of blocks are left out."""
+    """For each path of a module in a repeated block, the block's number. Paths outside of blocks are left out."""
     numbers: dict[str, int] = {}
-    blocks: dict[str, int] = {}
-    for path in paths:
-        parts = path.split(".")
-        element = next((position for position, part in enumerate(parts) if part.isdigit()), None)
-        if element is not None:
-            block = ".".join(parts[: element + 1])
-            blocks[path] = numbers.setdefault(block, len(numbers))
-    return blocks
+    return {path: numbers.setdefault(block, len(numbers)) for path in paths if (block := block_of(path))}
 
 
 def is_attention_core(node: fx.Node, path: str) -> bool:
@@ -62,11 +53,6 @@ def is_scheduled(node: fx.Node) -> bool:
         return False
     writes = is_mutation(node) or node.target is WAIT
     return writes or not (is_view(node) or node.target is operator.getitem)
-
-
-def is_mutation(node: fx.Node) -> bool:
-    """Whether the node writes into one of its arguments."""
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def price_nodes(

@@ -11,8 +11,8 @@ from torch import fx
 
 from memopt.device.device import Device
 from memopt.device.devices import device_of
-from memopt.device.storages import Storages, find_storages, storage_bytes
-from memopt.price.node_prices import is_attention_core, is_mutation, number_blocks, split_halves
+from memopt.device.storages import Storages, find_storages, is_mutation, storage_bytes
+from memopt.price.node_prices import is_attention_core, number_blocks, split_halves
 from memopt.price.priced_graph import (
     ALONE,
     GraphUse,
@@ -28,7 +28,7 @@ from memopt.price.priced_graph import (
 )
 from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
-from passes.graphs.node_facts import binds_new_symbols, is_tangent, module_path
+from passes.graphs.node_facts import binds_new_symbols, graph_results, is_tangent, module_path
 
 # Operators that may be recomputed although the step writes to the running statistics that they read, each with the
 # position of its argument `training`: if it is True, the old statistics are ignored, and the new ones used only once.
@@ -112,9 +112,7 @@ class _Pricer:
         self.mutated.update(
             index for number in self.use.overwritten for index in self.storages.of.get(given[number], ())
         )
-        results = self.graph.output_node().args[0]
-        assert isinstance(results, (tuple, list))
-        self.results = results
+        self.results = graph_results(self.graph)
 
     def run(self) -> PricedGraph:
         forward, backward = split_halves(self.graph, self.use.fused)

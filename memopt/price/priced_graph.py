@@ -12,12 +12,11 @@ from torch import fx
 
 from memopt.account.breakdown import EAGER
 from memopt.capture.between import EagerCodeBytes
-from memopt.compat.operators import OpOverload, schema_of
-from memopt.device.storages import Storages, find_storages, storage_bytes
+from memopt.device.storages import Storages, find_storages, is_mutation, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
 from memopt.solver.problem import BlockCall
 from passes import FoundReuse
-from passes.graphs.node_facts import is_tangent
+from passes.graphs.node_facts import graph_results, is_tangent
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class MemoryUses:
         self.storages = storages
         self.readers = storages.readers
         output = graph.output_node()
-        results = output.args[0]
-        assert isinstance(results, (tuple, list))
+        results = graph_results(graph)
         self.output = output
         self.results: list[Any] = list(results)
         self.inputs = [node for node in graph.nodes if node.op == "placeholder" and not is_tangent(node)]
@@ -76,7 +74,7 @@ def hostable(graph: fx.Graph, numbers: Collection[int], least_bytes: int) -> dic
     for number in numbers:
         own = storages.of.get(uses.inputs[number], ())
         readers = list(uses.readers.get(own[0], ())) if len(own) == 1 else []
-        written = any(isinstance(one.target, OpOverload) and schema_of(one.target).is_mutable for one in readers)
+        written = any(map(is_mutation, readers))
         nbytes = storage_bytes(uses.inputs[number].meta["val"])
         if readers and not written and not uses.returned[own[0]] and nbytes >= max(1, least_bytes):
             found[number] = min(map(order.__getitem__, readers)), nbytes

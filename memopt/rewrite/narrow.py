@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -28,7 +29,7 @@ from passes import (
     find_fp8_linears,
 )
 from passes.graphs.aliases import storages
-from passes.graphs.node_facts import backward_nodes
+from passes.graphs.node_facts import backward_nodes, graph_results
 from passes.graphs.op_kinds import is_cast, is_pointwise, is_view, op_name
 from passes.ops.fp8_formats import E4M3, E5M2, turned
 from passes.ops.fp8_ops import SCALINGS, Fp8Scaling
@@ -64,8 +65,7 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
     (`read_for_numbers`), and all that the author or the user wants in fp32.
     """
     backward = backward_nodes(graph)
-    left_out = read_for_numbers(backward)
-    values = [node for node in sole_values(graph, forward_outputs) if node not in left_out and worth_narrowing(node)]
+    values = filter(worth_narrowing, _saved_values(graph, forward_outputs))
     return tuple(node.name for node in values if tolerated(node, backward, exact))
 
 
@@ -81,13 +81,16 @@ def read_for_numbers(backward: Collection[fx.Node]) -> frozenset[fx.Node]:
         for source in pending.pop().all_input_nodes:
             if source not in backward:
                 found.add(source)
-            elif source not in seen and (is_pointwise(source) or is_view(source) or op_name(source) in _ON_THE_WAY):
+            elif source not in seen and _is_on_the_way(source):
                 seen.add(source)
                 pending.append(source)
     return frozenset(found)
 
 
-_ON_THE_WAY = _TOLERATE_BF16 | {"sum", "_to_copy", "getitem"}
+def _is_on_the_way(node: fx.Node) -> bool:
+    """Whether `read_for_numbers` goes on beyond a node: `getitem` too, as backwards of norms have several results."""
+    picks_one = node.target is operator.getitem
+    return picks_one or is_pointwise(node) or is_view(node) or op_name(node) in _TOLERATE_BF16 | {"sum", "_to_copy"}
 
 
 def _sums_all(node: fx.Node) -> bool:
@@ -96,25 +99,24 @@ def _sums_all(node: fx.Node) -> bool:
     return all(str(size) == "1" for size in value.shape) and storage_bytes(of) >= LEAST_BYTES
 
 
-def sole_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
-    """Returns the values that the forward computes and the backward reads, but for the `forward_outputs` outputs.
+def _saved_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
+    """Returns the values that the forward computes and the backward reads, but for the `forward_outputs` outputs and
+    those of `read_for_numbers`.
 
     Where the backward reads several values that share a storage, such as views of one, all of them are left out.
     """
     backward = backward_nodes(graph)
-    results = graph.output_node().args[0]
-    assert isinstance(results, (tuple, list))
-    kept = [
-        *graph.find_nodes(op="placeholder"),
-        *(result for result in results[:forward_outputs] if isinstance(result, fx.Node)),
-    ]
+    outputs = [result for result in graph_results(graph)[:forward_outputs] if isinstance(result, fx.Node)]
+    kept = [*graph.find_nodes(op="placeholder"), *outputs]
     stays = {storage for node in kept for storage in storages(node)}
     seen: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
         if node not in backward and node.op == "call_function" and any(user in backward for user in node.users):
             for storage in storages(node):
                 seen.setdefault(storage, []).append(node)
-    return tuple(nodes[0] for storage, nodes in seen.items() if storage not in stays and len(nodes) == 1)
+    left_out = read_for_numbers(backward)
+    sole = (nodes[0] for storage, nodes in seen.items() if storage not in stays and len(nodes) == 1)
+    return tuple(node for node in sole if node not in left_out)
 
 
 def worth_narrowing(node: fx.Node) -> bool:
@@ -310,11 +312,9 @@ def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = fro
     """Returns the names of the 16-bit values of the forward that the backward reads only by operators whose gradients
     hardly change if the value is rounded to 8 bits. The arguments are as in `narrowing`."""
     backward = backward_nodes(graph)
-    left_out = read_for_numbers(backward)
-    values = [node for node in sole_values(graph, forward_outputs) if node not in left_out]
     return tuple(
         node.name
-        for node in values
+        for node in _saved_values(graph, forward_outputs)
         if _worth_quantizing(node.meta["val"]) and tolerated(node, backward, exact, _TOLERATE_8_BITS)
     )
 

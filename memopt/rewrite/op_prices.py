@@ -21,7 +21,7 @@ from memopt.device.time_model import node_seconds
 from memopt.rewrite.narrow import tolerated, worth_narrowing
 from passes.graphs.aliases import storages
 from passes.graphs.edit import propagating
-from passes.graphs.node_facts import backward_nodes, tensors
+from passes.graphs.node_facts import backward_nodes, graph_results, tensors
 from passes.graphs.op_kinds import CAST_FIRST_ONLY
 
 
@@ -87,7 +87,7 @@ class OpPrices:
         with propagating(new_fake_mode()), torch.enable_grad():
             args, kwargs = call.make_arguments(HOST.type)
             leaves = list(tensors([args, *kwargs.values()]))
-            casts = len(leaves) if schema_of(call.op).name.split("::")[-1] not in CAST_FIRST_ONLY else 1
+            casts = len(leaves) if call.name not in CAST_FIRST_ONLY else 1
             leaves = [_retyped(leaf, dtype) if place < casts else leaf for place, leaf in enumerate(leaves)]
             for leaf, needs in zip(leaves, differentiated, strict=True):
                 leaf.requires_grad_(needs and leaf.is_floating_point())
@@ -150,7 +150,7 @@ def _read(graph: fx.Graph, results: int, hardware: Hardware, narrows: bool) -> O
     """Returns the price of a call, given the joint graph of it that `_joint` traced."""
     backward = backward_nodes(graph)
     primals = [node for node in graph.find_nodes(op="placeholder") if node not in backward]
-    returned: Any = graph.output_node().args[0]
+    returned = graph_results(graph)
     seconds = {node: node_seconds(node, hardware) for node in graph.nodes if node.op == "call_function"}
     saved: dict[Hashable, tuple[Saved, int]] = {}
     for node in graph.nodes:

@@ -18,11 +18,10 @@ from memopt.compat.ddp import (
     check_wrapper,
     clones_outputs,
     defers_exchange,
-    is_bucket_view,
     reducer_hooks,
     takes_uneven_inputs,
 )
-from memopt.compat.tensors import is_sharded
+from memopt.compat.tensors import is_sharded, is_view
 from memopt.errors import BudgetError, RankError
 from memopt.planning.terms import Buckets
 
@@ -207,7 +206,7 @@ class DataParallel:
         hooks = reducer_hooks(wrapper)
         buckets = Buckets(hooks.nbytes, hooks.views, clone_outputs=clones_outputs(wrapper))
         held = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        if not hooks.views or gradients_held or not all(map(is_bucket_view, held)):
+        if not hooks.views or gradients_held or not all(map(is_view, held)):
             return buckets
         return replace(buckets, hold_gradients=bool(held) or _exchanges(wrapper))
 

@@ -139,8 +139,8 @@ def lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tup
     """Every version of every storage as [storage, position of its making, last position at which it is live]."""
     versions: list[list[int]] = []
     latest: dict[int, list[int]] = {}
-    outward = _by_position((offload.out_after, offload) for offload in offloads)
-    back = _by_position((offload.back_before, offload) for offload in offloads)
+    outward = by_position((offload.out_after, offload) for offload in offloads)
+    back = by_position((offload.back_before, offload) for offload in offloads)
     end = len(evaluations) - 1
     for position, index in enumerate(evaluations):
         op = problem.ops[index]
@@ -158,7 +158,7 @@ def lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tup
     return versions
 
 
-def _by_position(pairs: Iterable[tuple[int, Offload]]) -> dict[int, list[Offload]]:
+def by_position(pairs: Iterable[tuple[int, Offload]]) -> dict[int, list[Offload]]:
     """The offloads grouped by the position that each is paired with, in the order given."""
     grouped: dict[int, list[Offload]] = {}
     for position, offload in pairs:

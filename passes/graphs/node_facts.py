@@ -71,6 +71,20 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return defaults | dict(zip((argument.name for argument in declared), node.args, strict=False)) | dict(node.kwargs)
 
 
+def named_dims(given: Any, count: int) -> tuple[int, ...]:
+    """Returns the dimensions that the argument `given` of an operator names, counted from the front of `count`: one, or
+    several, or all where it names none."""
+    if given is None or given == []:
+        return tuple(range(count))
+    return tuple(dim % count for dim in (given if isinstance(given, (list, tuple)) else (given,)))
+
+
+def graph_results(graph: Graph) -> tuple[Any, ...]:
+    """Returns what a graph returns, in order: nodes, and values that are none."""
+    results: Any = graph.output_node().args[0]
+    return tuple(results)
+
+
 def is_tangent(node: Node) -> bool:
     """True for the inputs of a joint graph that are the gradients of its outputs."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
@@ -244,3 +258,11 @@ def _without_root(source: str) -> str:
     source = re.sub(r"\[(\d+)\]", r".\1", source)
     root = re.match(r"[LG]\['[^']*'\](\.__closure__\.\d+|\.__self__|\.__func__|\.cell_contents)*\.?", source)
     return source[root.end() :] if root else source
+
+
+def block_of(path: str) -> str:
+    """Returns the path of the repeated block that a module or parameter lies in, the outermost element of a list of
+    modules (`layers.3` of `layers.3.mlp`); "" outside of blocks."""
+    parts = path.split(".")
+    element = next((position for position, part in enumerate(parts) if part.isdigit()), None)
+    return "" if element is None else ".".join(parts[: element + 1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,11 @@ _FILLS = frozenset(
 )
 
 
-def op_name(node: Node) -> str:
-    """Returns a call's ATen operator without overload, `layer_norm` for `aten.layer_norm.default`; "" for all else."""
+def op_name(node: Node, namespaces: Collection[str] = ("aten",)) -> str:
+    """Returns a call's ATen operator without overload, `layer_norm` for `aten.layer_norm.default`; "" for all else.
+    With `namespaces`, operators of these libraries."""
     target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD) or target.namespace != "aten":
+    if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD) or target.namespace not in namespaces:
         return ""
     return str(target.overloadpacket.__name__)
 

@@ -2,13 +2,13 @@
 
 import operator
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.compat import in_own_thread
 from passes.graphs.node_facts import arguments_of
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 
@@ -121,9 +121,7 @@ def _held(graph_module: GraphModule, target: str) -> float | None:
     held: Any = operator.attrgetter(target)(graph_module)
     if not isinstance(held, torch.Tensor) or held.numel() != 1 or held.requires_grad or hasattr(held, "fake_mode"):
         return None
-    # Dispatch modes, such as that of tracing, belong to a thread; a new thread has none.
-    with ThreadPoolExecutor(1, "passes-constant") as worker:
-        return float(worker.submit(held.item).result())
+    return float(in_own_thread(held.item))
 
 
 def _product(one: Polynomial, other: Polynomial, node: Node) -> Polynomial:

@@ -181,6 +181,26 @@ def moved(step: LogitsStep, source: Node, width: int) -> Node:
     return new_call(node, target, *arguments, **options)
 
 
+def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node:
+    """Returns a value as [rows, width], by new calls with the metadata of `like`. `class_dim` is the dimension of size
+    `width`, None for the last."""
+    dims = source.meta["val"].dim()
+    if class_dim is not None and class_dim != dims - 1:
+        source = new_call(like, torch.ops.aten.movedim.int, source, class_dim, -1)
+    return source if dims == 2 else new_call(like, torch.ops.aten.reshape.default, source, [-1, width])
+
+
+def replace_class_size(reader: Node, value: torch.Tensor, class_dim: int) -> bool:
+    """Replaces a call that reads the number of classes of a value by that number. Returns False, and changes nothing,
+    for a call that reads another of its sizes."""
+    dim: Any = reader.args[1]
+    if dim % value.dim() != class_dim:
+        return False
+    reader.replace_all_uses_with(value.shape[class_dim])  # type: ignore[arg-type]
+    reader.graph.erase_node(reader)
+    return True
+
+
 def _indexed(indices: Any) -> int:
     """Returns how many dimensions are indexed; a mask indexes as many dimensions as it has."""
     masks = (torch.bool, torch.uint8)

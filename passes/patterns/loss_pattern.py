@@ -79,7 +79,7 @@ def picked_by_index(pick: Node) -> Node | None:
     return target if every and same and whole else None
 
 
-_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+TOKEN_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _REDUCTIONS = {1: "mean", 2: "sum"}
 _NONE = torch.iinfo(torch.int64).min
 """An `ignore_index` that no target has."""
@@ -97,6 +97,11 @@ class Linear:
     bias: Node | None
     transposed: bool
 
+    @property
+    def width(self) -> int:
+        width: int = self.weight.meta["val"].shape[0 if self.transposed else 1]
+        return width
+
 
 @dataclass(frozen=True)
 class LossMatch:
@@ -112,6 +117,8 @@ class LossMatch:
     label_smoothing: float
     negated: bool = False
     """Whether the loss's node is the negative of the cross entropy."""
+    from_end: bool = False
+    """Whether negative targets count from the last class, as those of an index do."""
 
     @property
     def bias(self) -> Node | None:
@@ -120,7 +127,7 @@ class LossMatch:
 
 def losses(graph: Graph) -> Iterator[Node]:
     """Yields the calls that may be the cross entropy of a linear layer, in the graph's order."""
-    return (node for node in graph.nodes if op_name(node) in _LOSSES or find_picked(node))
+    return (node for node in graph.nodes if op_name(node) in TOKEN_LOSSES or find_picked(node))
 
 
 def match_loss(loss: Node) -> LossMatch:
@@ -153,8 +160,8 @@ def _match_picked(loss: Node, picked: _Picked) -> LossMatch:
     value = picked.log_probabilities
     path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)
     linear = match_linear(path.top)
-    match = LossMatch(loss, linear, path, picked.target, None, picked.reduction, _NONE, 0.0, not picked.negative)
-    return _checked(match)
+    negated, from_end = not picked.negative, op_name(picked.pick) == "index"
+    return _checked(LossMatch(loss, linear, path, picked.target, None, picked.reduction, _NONE, 0.0, negated, from_end))
 
 
 def _checked(match: LossMatch) -> LossMatch:

@@ -6,7 +6,6 @@ the number of keys is lost to rounding: the gradients of that row are too large 
 """
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from passes.compat import in_own_thread
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import is_cast, is_view, op_name
 
@@ -90,11 +90,7 @@ class MaskRows:
     def _constant(self, node: Node) -> _Rows | None:
         """Returns the facts on a node that depends on no input, from its value computed on the CPU; None for others."""
         order = _ancestors(node)
-        if order is None:
-            return None
-        # Dispatch modes, such as that of tracing, belong to a thread; a new thread has none.
-        with ThreadPoolExecutor(1, "passes-mask") as worker:
-            return worker.submit(_evaluate, self.module, order).result()
+        return None if order is None else in_own_thread(_evaluate, self.module, order)
 
 
 def _ancestors(node: Node) -> list[Node] | None:

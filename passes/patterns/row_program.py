@@ -16,8 +16,8 @@ from passes.compat import overload_name, statically_known_true
 from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import LogitsStep, keeps_order, row_move, takes_all
-from passes.patterns.loss_pattern import picked_by_index
-from passes.patterns.row_region import CLASS_LOSSES, REDUCTIONS, SAME, TOKEN_LOSSES, RowRegion, reduced
+from passes.patterns.loss_pattern import TOKEN_LOSSES, picked_by_index
+from passes.patterns.row_region import CLASS_LOSSES, REDUCTIONS, SAME, RowRegion, reduced
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
 
@@ -204,6 +204,10 @@ class RowProgram:
         targets = picked_by_index(node)
         assert targets is not None
         column = self._line(f"aten.unsqueeze.default({self._operand('r', RowOperand(targets, steps))}, -1)")
+        # An index counts from the end where it is negative; `gather` takes no such ones.
+        negative = self._line(f"aten.lt.Scalar({column}, 0)")
+        from_end = self._line(f"aten.add.Scalar({column}, {value.meta['val'].shape[-1]})")
+        column = self._line(f"aten.where.self({negative}, {from_end}, {column})")
         return f"aten.select.int({self._line(f'aten.gather.default({x}, -1, {column})')}, -1, 0)", ""
 
     def _token_loss(self, value: Node, name: str, given: dict[str, Any]) -> tuple[str, str]:

@@ -13,14 +13,13 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.graphs.aliases import storages
-from passes.graphs.node_facts import arguments_of, is_random, same_sizes
+from passes.graphs.node_facts import arguments_of, is_random, named_dims, same_sizes
 from passes.graphs.op_kinds import broadcasts, is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import LogitsStep, row_move, takes_all
-from passes.patterns.loss_pattern import Linear, match_linear, picked_by_index
+from passes.patterns.loss_pattern import TOKEN_LOSSES, Linear, match_linear, picked_by_index
 from passes.rewrite_pattern import NoMatch
 
 LAYERS = frozenset({"linear", "matmul", "mm", "addmm"})
-TOKEN_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 CLASS_LOSSES = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 """Losses that are computed for each class, and then reduced."""
 REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp"})
@@ -245,10 +244,7 @@ def is_result(node: Node, source: Node, class_dim: int) -> bool:
 def reduced(node: Node) -> tuple[int, ...]:
     """Returns the dimensions that a call of `REDUCTIONS` reduces."""
     source: Any = node.args[0]
-    dims, given = source.meta["val"].dim(), arguments_of(node).get("dim")
-    if given is None or given == []:
-        return tuple(range(dims))
-    return tuple(dim % dims for dim in given) if isinstance(given, (list, tuple)) else (given % dims,)
+    return named_dims(arguments_of(node).get("dim"), source.meta["val"].dim())
 
 
 def _check_writes(region: RowRegion) -> None:

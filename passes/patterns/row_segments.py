@@ -90,6 +90,8 @@ class _Finder:
         self.trained: set[Node] = set(self.given)
         self.written: set[Hashable] = set()
         """Storages that a call writes to, or may."""
+        self.taken: set[Node] = set()
+        """The members of the segments found so far."""
         for node in self.calls:
             if not self.trained.isdisjoint(node.all_input_nodes):
                 self.trained.add(node)
@@ -99,14 +101,13 @@ class _Finder:
 
     def segments(self) -> Iterator[RowSegment]:
         """Yields the longest segment from each call that is in none before it."""
-        seen: set[Node] = set()
         for number, call in enumerate(self.calls):
-            if call in seen or call not in self.trained or is_part(call):
+            if call in self.taken or call not in self.trained or is_part(call):
                 continue
             grown = [_Growth(self, number, operand, place).grown() for operand, place in self._starts(call)]
             if any(grown):
                 best = max(filter(None, grown), key=_Growth.preference)
-                seen.update(best.places)
+                self.taken.update(best.places)
                 yield best.segment()
 
     def _starts(self, call: Node) -> Iterator[tuple[Node, RowsPlace]]:
@@ -172,7 +173,7 @@ class _Growth:
             operand = next(source for source in call.all_input_nodes if source in self.places)
             place = self.places[operand]
         found = row_result(call, operand, place)
-        if found is None or self.finder.is_written(call) or not self._fits(found[1]):
+        if found is None or call in self.finder.taken or self.finder.is_written(call) or not self._fits(found[1]):
             return False
         self.places[call] = found[0]
         part = is_part(call) and call.all_input_nodes[0] in self.places

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from passes.compat import statically_known_true
-from passes.graphs.node_facts import arguments_of, is_pure, same_sizes, tensors
+from passes.graphs.node_facts import arguments_of, is_pure, named_dims, same_sizes, tensors
 from passes.graphs.op_kinds import broadcasts, op_name
 from passes.patterns.row_places import RESHAPES, RowsPlace, aligned_place, moved_place, shape_of
 
@@ -68,10 +68,7 @@ def _sources(node: Node, *places: RowsPlace | None) -> Operands:
 
 def _dims(node: Node, name: str = "dim") -> frozenset[int]:
     """Returns the dimensions that an argument names, counted from the front; all where it names none."""
-    dims, count = arguments_of(node).get(name), len(shape_of(node.all_input_nodes[0]))
-    if dims is None or dims == []:
-        return frozenset(range(count))
-    return frozenset(dim % count for dim in (dims if isinstance(dims, (list, tuple)) else (dims,)))
+    return frozenset(named_dims(arguments_of(node).get(name), len(shape_of(node.all_input_nodes[0]))))
 
 
 def _product_of_matrices(node: Node, place: RowsPlace) -> Operands | None:

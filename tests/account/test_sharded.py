@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.account.sharded import Sharding, block_of
+from memopt.account.sharded import Sharding
 from memopt.compat.tensors import shard_of
 from memopt.device.cluster import Cluster, check_cluster
+from passes.graphs.node_facts import block_of
 from tests.two_ranks import on_two_ranks
 
 FAMILIES = ("GPT-2", "Llama", "ViT")

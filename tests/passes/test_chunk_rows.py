@@ -149,6 +149,13 @@ def preferred(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
     return -F.logsigmoid(0.1 * (policy[0] - policy[1] - reference[0] + reference[1]))
 
 
+def picked_then_masked(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    """An index of -1, the last class, where there is no target."""
+    targets = y.clamp(min=-1).flatten()
+    picked = flat(F.linear(x, w, b)).log_softmax(-1)[torch.arange(y.numel()), targets]
+    return -(picked * (targets >= 0)).sum() / (targets >= 0).sum()
+
+
 def policy_and_entropy(x: Tensor, w: Tensor, y: Tensor, b: Tensor) -> Tensor:
     logits = F.linear(x, w, b)[:, :-1] / 0.9
     logarithms = F.log_softmax(logits, -1)
@@ -244,6 +251,7 @@ FORMS: dict[str, tuple[int, Callable[..., Any]]] = {
         1,
         lambda x, w, y, b: (selective_log_softmax_in_16_bits(F.linear(x, w, b), y.clamp(min=0)) ** 2).sum(),
     ),
+    "picked, then masked": (1, picked_then_masked),
     "policy and entropy": (1, policy_and_entropy),
     "entropy of some rows at a time": (1, entropy_of_some_rows_at_a_time),
     "slices": (1, in_slices),

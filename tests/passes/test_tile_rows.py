@@ -53,13 +53,19 @@ def eager_attention(x: Tensor, weight: Tensor, back: Tensor) -> Tensor:
     return (scores + torch.ones(x.shape[1], x.shape[1]).tril()).softmax(-1).exp().log().softmax(-1) @ x
 
 
+def branches(x: Tensor, weight: Tensor, back: Tensor) -> Tensor:
+    """Two calls that could each begin a segment with what follows."""
+    both = torch.cat([F.gelu(F.linear(x, weight)), F.linear(x, weight).sin()], -1)
+    return F.linear(both, torch.cat([back, back], 1))
+
+
 def low(x: Tensor, weight: Tensor, back: Tensor) -> Tensor:
     weight, back = weight.to(torch.bfloat16), back.to(torch.bfloat16)
     return x + F.linear(F.gelu(F.linear(x.to(torch.bfloat16), weight)), back)
 
 
 FORMS: dict[str, Callable[..., Tensor]] = {
-    "mlp": mlp, "conv1d": conv1d, "heads": heads, "eager attention": eager_attention, "low": low
+    "mlp": mlp, "conv1d": conv1d, "heads": heads, "eager attention": eager_attention, "branches": branches, "low": low
 }  # fmt: skip
 
 

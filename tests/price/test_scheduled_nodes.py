@@ -6,7 +6,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memopt.price.node_prices import is_mutation, is_scheduled
+from memopt.device.storages import is_mutation
+from memopt.price.node_prices import is_scheduled
 
 
 def nodes() -> dict[str, fx.Node]:

@@ -113,6 +113,34 @@ def test_weights_of_a_residual_stream_get_no_noise_for_gradients() -> None:
     assert off[0] <= 2 * off[1]
 
 
+@pytest.mark.plans_always
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(128), nn.RMSNorm(128), nn.GroupNorm(8, 128)], ids=lambda norm: norm._get_name()
+)
+def test_a_number_before_a_norm_gets_the_gradient_that_it_has_under_autocast(norm: nn.Module) -> None:
+    """The norms' backwards, which return several values, are on the way to it."""
+
+    class Before(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm, self.head = nn.Linear(128, 128), norm, nn.Linear(128, 128)
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = (x + 0.1 * self.layer(x).float()) * self.scale
+            return (self.head(self.norm(hidden)).float() - x).square().mean()
+
+    torch.manual_seed(0)
+    within, x = Before(), torch.randn(512, 128)
+    planned = copy.deepcopy(within)
+    memopt.optimize(planned, 1, precision="bf16", optimizer=None)
+    planned(x).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = within(x)
+    loss.backward()
+    torch.testing.assert_close(planned.scale.grad, within.scale.grad, rtol=0.01, atol=0)
+
+
 BF16 = torch.bfloat16
 H100, CPU = hardware("h100"), hardware("cpu")
 
