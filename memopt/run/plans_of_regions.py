@@ -179,4 +179,4 @@ def _check_sizes(region: RecordedRegion, sizes: Sizes, inputs: tuple[Any, ...], 
     if not region.allows(sizes):
         lines = region.forbids(sizes)
         found = {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}
-        raise Insists(found or dict.fromkeys(all_places(call), "torch"))
+        raise Insists(found or dict.fromkeys(all_places(call), "a line within torch"))

@@ -285,7 +285,8 @@ class Recorder:
             try:
                 result = run(whole, given)
             except Insists as insists:
-                self._fix(call, insists.lines)
+                new = {at: line for at, line in insists.lines.items() if at not in self.size_bounds.fixed}
+                self._fix(call, {at: line for at, line in new.items() if at in self.size_bounds.changed} or new)
                 whole = self._own_of(call)
                 continue
             if insists_on := whole.regions.insists:

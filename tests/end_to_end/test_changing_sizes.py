@@ -270,3 +270,25 @@ def test_a_size_that_never_changes_is_not_warned_of() -> None:
         warnings.simplefilter("error")
         for size in (50, 42, 46):
             model(torch.randn(size, 16), torch.randint(0, size, (2, 2 * size))).backward()
+
+
+class Carried(nn.Module):
+    """An LSTM, whose operators are as many as the steps, with a state that the caller carries along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, state = self.layer(x, state)
+        return y.square().mean(), tuple(one.detach() for one in state)
+
+
+def test_only_a_size_that_changes_is_said_to_be_needed_as_a_constant(recwarn: pytest.WarningsRecorder) -> None:
+    model = memopt.optimize(Carried(), 1, **EXACT)
+    state = None
+    for number, length in enumerate((4, 4, 3, 4, 6)):
+        loss, state = model(torch.randn(2, length, 8), None if number == 3 else state)
+        loss.backward()
+    said = [str(one.message) for one in recwarn if "to be a constant" in str(one.message)]
+    assert [text.partition(" to be")[0] for text in said] == ["Carried needs input 0.shape[1]"]
