@@ -16,6 +16,7 @@ from memopt.planning.plan import Plan
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import choices
 from memopt.run.entry import Entry
+from memopt.run.ledger import Ledger
 from memopt.run.plain_calls import CountedStep, PlainCalls
 
 _WORTH_NAMING = 2
@@ -63,10 +64,10 @@ class CheckpointedCalls:
         return found
 
     def beyond(self, now: CallInProgress, plain: PlainCalls) -> Choice | None:
-        """For a call in a later step that is refused, of a model whose forwards run more or fewer operators: the choice
-        of checkpoints that holds least, or `plain`, by which it runs beyond the budget; else None."""
+        """For a refused call whose step may exceed its budget (`Ledger.goes_on`): the choice of checkpoints that holds
+        least, or `plain`, by which it runs; else None."""
         every = plain, *self._calls
-        if self.entry.stepped and self.entry.paths_vary:
+        if Ledger.of(self.entry).goes_on(self.entry):
             for calls in reversed(every):
                 if (fits := calls.beyond(now)) is not None:
                     return calls, fits

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from memopt.capture.inputs import tensors_in
 from memopt.compat.host import is_on_host
 from memopt.compat.modules import compiled_call, plain_call, reset_compiled_call, set_compiled_call
+from memopt.compat.saved_tensors import checkpoint_around
 from memopt.compat.tensors import same_bits, set_values
 from memopt.training_state import Attributes, written_parameters
 
@@ -55,8 +56,9 @@ class Checkpoints:
     spots: Spots
     _checks: bool = field(default=False, init=False)
     _silently: set[int] = field(default_factory=set, init=False)
-    _of_count: list[_Body] | None = field(default=None, init=False)
-    """The module calls in the `counted` block that is under way; None outside of one."""
+    _of_count: list[object] | None = field(default=None, init=False)
+    """The module calls in the `counted` block that is under way, and torch's objects for their checkpoints; None
+    outside of one."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -79,13 +81,14 @@ class Checkpoints:
     def counted(self) -> Iterator[None]:
         """A block in which a step is run only to count its bytes, so that its backward may stop early. When the block
         ends, its checkpointed calls free the tensors that they saved for their second run: where a call adds outputs to
-        a container that it was given, Python's collector would never free these tensors."""
+        a container that it was given, or its output is added to its input in place, Python's collector would never free
+        these tensors."""
         before, self._of_count = self._of_count, []
         try:
             yield
         finally:
-            for body in self._of_count:
-                vars(body).clear()
+            for holds_tensors in self._of_count:
+                vars(holds_tensors).clear()
             self._of_count = before
 
     def __str__(self) -> str:
@@ -104,9 +107,7 @@ class Checkpoints:
             inner = partial(_standing_in, spot.within, self._call_of)
             own_ids = set(map(id, spot.module.parameters())) if (known := written_parameters(self.model)) else ()
             written = [one for one in known if id(one) in own_ids]
-            body = _Body(spot, own, kwargs, inner, self._checks, self._silently, written)
-            if self._of_count is not None:
-                self._of_count.append(body)
+            body = _Body(spot, own, kwargs, inner, self._checks, self._silently, written, self._of_count)
             return checkpoint(body, *args, use_reentrant=False)
 
         return call
@@ -126,6 +127,8 @@ class _Body:
     """The `id`s of the buffers to which kernels write without raising their `_version`."""
     written: Sequence[torch.Tensor]
     """The module's parameters that the forward writes to."""
+    of_count: list[object] | None
+    """Gets this call and torch's object for its checkpoint where a step is counted; None elsewhere."""
     _before: _State | None = None
     _sums: list[tuple[float, float]] | None = None
     _ran: bool = False
@@ -133,6 +136,8 @@ class _Body:
     def __call__(self, *args: Any) -> Any:
         if self._ran:
             return self._again(*args)
+        if self.of_count is not None:
+            self.of_count += self, *(checkpoint_around() or ())[:1]
         before, self._ran = _State(self.spot.module, self.written), True
         try:
             with self.inner():

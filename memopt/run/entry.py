@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -38,6 +39,9 @@ _MOST_KINDS = 64
 """The number of kinds of moments (`Moment.kind`) of a model for which searches are remembered."""
 _MOST_PLANS = 8
 """The number of a model's latest plans whose step bytes are remembered."""
+WORTHWHILE = 16
+"""A call is planned again for freed memory if that is at least the budget divided by this; and a further warning of
+steps beyond the budget is given if they need so much more."""
 _numbers = count(1)
 """Numbers the forwards of all models in the order in which they begin."""
 
@@ -179,6 +183,8 @@ class Entry:
     """The most bytes of outputs, or of their gradients, of a forward for which `meanwhile` was measured."""
     metered: bool = False
     """Whether `meanwhile` was measured by a memory meter, which sees more than an autograd graph shows."""
+    differentiated: bool = False
+    """Whether gradients of one of its forwards were differentiated in turn (`create_graph=True`)."""
     outputs_in_backward: int | None = None
     """The most bytes of a forward's outputs that were still alive when its backward began; None before the first."""
     gradients_stay: bool | None = None
@@ -227,6 +233,8 @@ class Entry:
     ending: list[_Forward] = field(default_factory=list)
     """The planned forwards whose saved values were given to the running backward. Where one has failed, they stay until
     the next forward begins."""
+    _warned_bytes: int = 0
+    """The most bytes that a step needs which went on beyond the budget with a warning."""
     _versions: int | None = None
     """The sum of the versions of all parameters at the first call; None before it."""
     _group: int = 0
@@ -254,6 +262,13 @@ class Entry:
 
     def _versions_now(self) -> int:
         return sum([parameter._version for parameter in self.model.parameters() if not parameter.is_inference()])
+
+    def warn_beyond(self, refused: BudgetError) -> None:
+        """Warn of a step that goes on beyond the budget, instead of raising `refused`; again where one needs more than
+        those before."""
+        if refused.smallest_bytes >= self._warned_bytes + refused.budget_bytes // WORTHWHILE:
+            self._warned_bytes = refused.smallest_bytes
+            warnings.warn(f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2)
 
     @cached_property
     def tolerance_bytes(self) -> int:

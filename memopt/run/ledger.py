@@ -24,7 +24,7 @@ from memopt.planning.derived import forward_bytes, lasting_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
-from memopt.run.entry import Entry, LatestLooks
+from memopt.run.entry import WORTHWHILE, Entry, LatestLooks
 from memopt.run.models_on_device import ModelsOnDevice
 from memopt.training_state import CallState
 from memopt.units import size
@@ -37,8 +37,6 @@ _LOOKS = 4
 _MALLOC_NOISE = 64 * 1024
 """The bytes allocated by `malloc` differ by this much from step to step, through what Python and the C library allocate
 beside tensors."""
-WORTHWHILE = 16
-"""A call is planned again for freed memory if that is at least the budget divided by this."""
 _SEVERAL = 3
 """If this many forwards wait for a backward, more than in any earlier step, more may follow: an ODE solver calls its
 model dozens of times before a backward."""

@@ -115,6 +115,12 @@ class ModelsOnDevice:
         found = [(other, one) for other in self.entries if other in before for one in other.waiting()]
         return max((other.peak_above_lasting(one.plan) - one.held_bytes for other, one in found), default=0)
 
+    def goes_on(self, entry: Entry) -> bool:
+        """Whether a step of a model that exceeds its budget runs nevertheless, with a warning: in a training that has
+        begun, where forwards run more or fewer operators, or the loop differentiates gradients of any of the models, as
+        what such steps need is not known in the first one."""
+        return entry.stepped and (entry.paths_vary or any(one.differentiated for one in self.entries))
+
     def _waiting(self) -> list[Waiting]:
         """The forwards of all models that wait for their backward, in the order in which they began; empty where there
         is only one model."""
@@ -142,13 +148,17 @@ class ModelsOnDevice:
             else int(_GUESSED * peak * breadth(other.model) / breadth(entry.model))
             for other in others
         )
-        works = refused.smallest_bytes + further
-        works += works // _MARGIN
+        works = self.with_margin(refused.smallest_bytes + further)
         if (alone := plain(works)) is not None:
-            works = min(works, max(refused.smallest_bytes, self._nothing_recomputed(entry, others, alone)))
+            least = refused.smallest_bytes + entry.notable_bytes  # less appears without being noticed
+            works = min(works, max(least, self._nothing_recomputed(entry, others, alone)))
         names = ", ".join(type(other.model).__name__ for other in others)
         reason = f"{refused.dominated_by}, and for the steps of {len(others)} more optimised models ({names})"
         return BudgetError(refused.budget_bytes, works, reason, least=False, further=refused.notes, ways=refused.ways)
+
+    def with_margin(self, nbytes: int) -> int:
+        """A budget to be named for the steps of several models that were counted to need `nbytes`."""
+        return nbytes + nbytes // _MARGIN
 
     def _nothing_recomputed(self, entry: Entry, others: list[Entry], alone: Alone) -> int:
         """The smallest budget for the steps of all optimised models with nothing recomputed. It has room for the

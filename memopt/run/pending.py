@@ -100,6 +100,9 @@ class PendingForward:
     runs_plain_from: Callable[..., int | None] = lambda elsewhere, most, graph=FREED: None
     """Returns the smallest budget with which the call runs plain, with this many bytes elsewhere, if its backwards keep
     its graph as `graph` says; None where that is above `most` or not known."""
+    free_others: Callable[[], int] = lambda: 0
+    """Makes waiting forwards of other models free what they saved, and compute it again in their backward; returns the
+    bytes freed."""
     before: CallState | None = None
     """The model's random states and buffers before the call."""
     gradients_before: GradientsBefore | None = None
@@ -223,7 +226,7 @@ class PendingForward:
             if not waiting and not Ledger.of(self.entry).others_training(self.entry):
                 # It runs plain with that much room; plain steps are counted with a margin of their own.
                 roomy = self.runs_plain_from(elsewhere_bytes, roomy + roomy // _MARGIN_OF_COUNTS) or roomy
-            raise BudgetError(self.plan.budget_bytes, roomy, reason, least=False)
+            self._refuse(BudgetError(self.plan.budget_bytes, roomy, reason, least=False))
         if not begins:  # gradients for further regions exist now, which the plan counts
             return
         ledger = Ledger.of(self.entry)
@@ -292,7 +295,13 @@ class PendingForward:
                 f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}",
             ),
         )
-        raise ledger.for_whole_step(self.entry, refused)
+        self._refuse(ledger.for_whole_step(self.entry, refused))
+
+    def _refuse(self, refused: BudgetError) -> None:
+        """Raise `refused`, or warn of it where the step goes on (`Ledger.goes_on`)."""
+        if not Ledger.of(self.entry).goes_on(self.entry):
+            raise refused
+        self.entry.warn_beyond(refused)
 
     def replayed(self) -> None:
         """Record that a second forward has run outside of the plan during the running backward, which from now on is
@@ -310,6 +319,7 @@ class PendingForward:
         no plan computes. Before the model's first step it raises a `BudgetError` with the text of `refused` where a
         plain forward beside this one does not fit the budget, and `refused` where that is not known; later it does
         nothing, as an error would end the training."""
+        self.entry.differentiated = True
         if self.entry.stepped:
             return
         budget, elsewhere_bytes = self.plan.budget_bytes, self._elsewhere_now(())
@@ -324,11 +334,13 @@ class PendingForward:
             raise refused
         others = [forward for forward in self.entry.waiting() if forward is not self]
         roomy = plain + sum(forward.saved_bytes() for forward in (*others, *self.entry.plain_waiting()))
-        if roomy <= budget:  # then it was planned for other reasons, and is there beside its second run
-            roomy += self.held_bytes
-        if roomy <= budget:
-            return
-        raise BudgetError(budget, roomy, CREATED, least=False, further=(str(refused),))
+        ledger = Ledger.of(self.entry)
+        others_train = ledger.others_training(self.entry)
+        # Where others train, it may be planned with that much room, too, and is then there beside its second run.
+        beside = self.held_bytes if roomy <= budget or others_train else 0
+        if roomy + beside > budget and roomy + beside - self.free_others() > budget:
+            works = ledger.with_margin(roomy + self.saved_bytes()) if others_train else roomy + beside
+            raise BudgetError(budget, works, CREATED, least=False, further=(str(refused),))
 
     def replaced(self) -> None:
         """Record that a second forward has run whose autograd graph is kept and replaces that of this forward: the
@@ -552,6 +564,7 @@ class PlainForward:
         `create_graph=True`, or follows one that had, and exceeds the budget."""
         if (order or self.graph.derived) and passes_by(starts, WAITS, self):
             if order:
+                self.entry.differentiated = True
                 own = frozenset(map(id, self.entry.model.parameters()))
                 self.second_run = None  # the gradients' graph reads the saved values
                 self.graph = self.graph.further(order, own.intersection(map(id, inputs)) if inputs else own)

@@ -38,8 +38,8 @@ from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
 from memopt.planning.terms import Situation
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
-from memopt.run.entry import Entry
-from memopt.run.ledger import WORTHWHILE, Ledger, Moment
+from memopt.run.entry import WORTHWHILE, Entry
+from memopt.run.ledger import Ledger, Moment
 from memopt.run.longer_paths import LongerPath, ends_beyond
 from memopt.run.overlaps import Alone
 from memopt.run.pending import CREATED, RETAINED, WAITS, WORTH_NAMING, PlainForward
@@ -200,8 +200,6 @@ class PlainCalls:
         """The latest calls that were counted, by the kind of their inputs, without their values."""
         self._graphs: dict[Hashable, Retention] = {}
         """How backwards keep the graphs of calls, by `_graph_key`, beyond how they keep those of all calls."""
-        self._warned_bytes = 0
-        """The most bytes that a step needs which went on beyond the budget with a warning."""
         self._beside_budget = FREED
         """How backwards keep their graphs in steps that run on although they exceed the budget."""
         self._shown: tuple[Call, Plan] | None = None
@@ -276,15 +274,8 @@ class PlainCalls:
         if goes_on := self._goes_on(fitting):
             budget = self.planner.terms.options.budget_bytes
             needed = budget - fitting.room_bytes + moment.known_elsewhere(fitting.account)
-            self._warn_beyond(BudgetError(budget, needed, CREATED, least=False))
+            self.entry.warn_beyond(BudgetError(budget, needed, CREATED, least=False))
         return goes_on
-
-    def _warn_beyond(self, refused: BudgetError) -> None:
-        """Warn of a step that goes on beyond the budget, instead of raising `refused`; again where one needs more than
-        those before."""
-        if refused.smallest_bytes >= self._warned_bytes + refused.budget_bytes // WORTHWHILE:
-            self._warned_bytes = refused.smallest_bytes
-            warnings.warn(f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2)
 
     def _goes_on(self, fitting: CountedStep) -> bool:
         """Whether a call runs plain even where it does not fit: no plan computes its derivatives of gradients, and an
@@ -325,7 +316,7 @@ class PlainCalls:
             return None
         needed, account = self._needed(step, now.call, now.situation)
         fitting = CountedStep(step, budget - needed, account, None)
-        self._warn_beyond(BudgetError(budget, needed + now.moment.known_elsewhere(account), "it", least=False))
+        self.entry.warn_beyond(BudgetError(budget, needed + now.moment.known_elsewhere(account), "it", least=False))
         return fitting
 
     def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
@@ -519,7 +510,7 @@ class PlainCalls:
                 if not self.entry.stepped:
                     raise refused
                 self._graphs[key], self._beside_budget = before, graph
-                self._warn_beyond(refused)
+                self.entry.warn_beyond(refused)
         if graph.derived:  # of several forwards in one backward, later ones have ended when it reaches its peak
             forward.held_bytes = forward.peak_bytes = counted.derived_bytes
             forward.room_bytes = budget - needs(counted.derived_bytes)

@@ -243,6 +243,8 @@ class Session:
         served = not recorded.breaks and recorded.serves_all_sizes(now.call)
         lacks = calls.plain_calls.allowed and not served and recorded.lacks_smaller(now.call)
         fits = calls.plain_calls.step_if_it_fits(now, plans_serve_all=served, lacks_smaller=lacks)
+        if fits is not None and fits.step.graph.derived and not fits.fits(moment):
+            self.share.free_others()  # it goes on beyond the budget
         tight = fits is not None and not self._has_reserve(fits, moment)
         if fits is not None and not tight:
             try:
@@ -437,7 +439,7 @@ class Session:
             self._enter(State.PLANNED, planned_in_words(plan, shapes_of(call)), plan)
         self.sharded.begin(exchanges)
         forward = self.share.planned(call, situation, plan, self.accumulation)
-        forward.before = self._safety_net.before
+        forward.before, forward.free_others = self._safety_net.before, self.share.free_others
         forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(call), situation)
         return forward
 

@@ -149,7 +149,8 @@ class Share:
         """Record that a forward begins; returns the number of others that wait for their backward."""
         release_all()
         UntilBackward.drop()
-        self.entry.end_freed()
+        for entry in self.ledger.entries:
+            entry.end_freed()
         waiting = self.waiting
         self.entry.begin(waiting)
         return waiting
@@ -157,11 +158,15 @@ class Share:
     def free_waiting(self) -> bool:
         """Make waiting forwards, of this model or else of other optimised ones, free what they saved and compute it
         again in their backward; returns whether any does."""
-        others = [one for one in self.ledger.entries if one is not self.entry]
-        for entries in ([self.entry], others):
-            forwards = [one for entry in entries for one in (*entry.waiting(), *entry.plain_waiting())]
-            if freed := sum([forward.free_saved() for forward in forwards]):
-                break
+        return bool(self._free((self.entry,)) or self.free_others())
+
+    def free_others(self) -> int:
+        """As `free_waiting`, for forwards of other optimised models alone; returns the bytes freed."""
+        return self._free([one for one in self.ledger.entries if one is not self.entry])
+
+    def _free(self, entries: Iterable[Entry]) -> int:
+        forwards = [one for entry in entries for one in (*entry.waiting(), *entry.plain_waiting())]
+        freed = sum([forward.free_saved() for forward in forwards])
         if freed and not self._freed:
             self._freed = True
             warnings.warn(
@@ -170,7 +175,7 @@ class Share:
                 "budget saves that time",
                 stacklevel=2,
             )
-        return freed > 0
+        return freed
 
     def returned(self, call: Call, result: Any, plan: Plan | None) -> None:
         """Record that the forward of a call returns `result` to the caller, whose code runs until the backward. `plan`

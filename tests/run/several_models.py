@@ -120,6 +120,24 @@ def wgan_gp(models: list[Trained]) -> torch.Tensor:
     return loss.detach()
 
 
+def wgan_gp_through_the_generator(models: list[Trained]) -> torch.Tensor:
+    """As PyTorch-GAN's `wgan_gp.py`: the critic's loss goes back through the generator, too."""
+    generator, critic = models
+    critic.optimizer.zero_grad()
+    real, noise = torch.randn(ROWS, 32), torch.randn(ROWS, 16)
+    fake = generator.model(noise)
+    loss = critic.model(fake).mean() - critic.model(real).mean()
+    between = torch.lerp(real, fake.detach(), torch.rand(ROWS, 1)).requires_grad_()
+    (slope,) = torch.autograd.grad(critic.model(between).sum(), between, create_graph=True)
+    loss = loss + 10 * (slope.norm(dim=1) - 1).square().mean()
+    loss.backward()
+    critic.optimizer.step()
+    generator.optimizer.zero_grad()
+    (-critic.model(generator.model(noise)).mean()).backward()
+    generator.optimizer.step()
+    return loss  # with its graph, which the loop holds until the next step
+
+
 def actor_and_critics() -> list[Trained]:
     return [Trained.of(mlp(16, 8)), Trained.of(mlp(24, 1)), Trained.of(mlp(24, 1))]
 

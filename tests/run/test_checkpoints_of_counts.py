@@ -54,17 +54,40 @@ class Collects(nn.Module):
         return x.square().mean() + sum(one.square().mean() for one in collected)
 
 
-def test_a_model_that_was_refused_is_freed() -> None:
-    def refused() -> weakref.ref[nn.Module]:
-        model = Collects()
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(torch.arange(len(x)))
+
+
+class AddsInPlace(Collects):
+    """Adds to the input of a module what the module returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.positions = nn.Linear(64, 64), Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x += self.positions(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Collects, AddsInPlace])
+def test_a_model_that_was_refused_is_freed(kind: type[nn.Module]) -> None:
+    def refused() -> list[weakref.ref[object]]:
+        model = kind()
         memopt.optimize(model, 1.5 * MB / 2**30, optimizer=None, precision="fp32", allow={"recompute"})
         with pytest.raises(memopt.BudgetError):
             model(torch.randn(512, 64))
-        return weakref.ref(model)
+        return [weakref.ref(one) for one in (model, *model.parameters())]
 
-    model = refused()
+    left = refused()
     gc.collect()
-    assert model() is None
+    assert [one() for one in left] == [None] * len(left)
 
 
 def test_the_check_of_a_second_run_holds_next_to_nothing() -> None:

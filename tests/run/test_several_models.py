@@ -19,7 +19,16 @@ from memopt.meter import PeakMeter
 from memopt.run.session import session_of
 from tests.elsewhere import counted
 from tests.marks import slow
-from tests.run.several_models import LOOPS, ROWS, Step, Trained, large_generator_and_critic, mlp, wgan_gp
+from tests.run.several_models import (
+    LOOPS,
+    ROWS,
+    Step,
+    Trained,
+    large_generator_and_critic,
+    mlp,
+    wgan_gp,
+    wgan_gp_through_the_generator,
+)
 
 __all__ = ["counted"]
 
@@ -109,6 +118,25 @@ def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
 def test_a_gradient_penalty_beside_a_generator_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOOPS, "wgan_gp", (large_generator_and_critic, wgan_gp))
     test_within_a_part_of_the_activations("wgan_gp", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "widths"), [(1, (128, 128)), (2, (512, 256))])
+def test_a_budget_that_is_named_for_a_gradient_penalty_works(
+    layers: int, widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the generator runs plain or by a plan within it, and whether the critic does."""
+
+    def make() -> list[Trained]:
+        generator, critic = mlp(16, 32, layers=layers, width=widths[0]), mlp(32, 1, layers=1, width=widths[1])
+        return [Trained.of(generator), Trained.of(critic)]
+
+    monkeypatch.setitem(LOOPS, "wgan_gp", (make, wgan_gp_through_the_generator))
+    expected, most, lasting = plain("wgan_gp")
+    here = beside("wgan_gp")
+    budget, peaks, found = tried("wgan_gp", here + lasting + (most - here - lasting) // 2, refusals=1)
+    assert max(peaks) <= budget <= 1.3 * most
+    assert all(map(torch.equal, found, expected))
 
 
 # In `make test` one loop stands for all: the others take up to a minute each.
