@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -56,9 +57,9 @@ class Checkpoints:
     spots: Spots
     _checks: bool = field(default=False, init=False)
     _silently: set[int] = field(default_factory=set, init=False)
-    _of_count: list[object] | None = field(default=None, init=False)
+    _of_count: list[weakref.ref[Any]] | None = field(default=None, init=False)
     """The module calls in the `counted` block that is under way, and torch's objects for their checkpoints; None
-    outside of one."""
+    outside of one. They are held weakly: the count is to see when these free their tensors."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -87,8 +88,9 @@ class Checkpoints:
         try:
             yield
         finally:
-            for holds_tensors in self._of_count:
-                vars(holds_tensors).clear()
+            for reference in self._of_count:
+                if (holds_tensors := reference()) is not None:
+                    vars(holds_tensors).clear()
             self._of_count = before
 
     def __str__(self) -> str:
@@ -127,7 +129,7 @@ class _Body:
     """The `id`s of the buffers to which kernels write without raising their `_version`."""
     written: Sequence[torch.Tensor]
     """The module's parameters that the forward writes to."""
-    of_count: list[object] | None
+    of_count: list[weakref.ref[Any]] | None
     """Gets this call and torch's object for its checkpoint where a step is counted; None elsewhere."""
     _before: _State | None = None
     _sums: list[tuple[float, float]] | None = None
@@ -137,7 +139,7 @@ class _Body:
         if self._ran:
             return self._again(*args)
         if self.of_count is not None:
-            self.of_count += self, *(checkpoint_around() or ())[:1]
+            self.of_count += map(weakref.ref, (self, *(checkpoint_around() or ())[:1]))
         before, self._ran = _State(self.spot.module, self.written), True
         try:
             with self.inner():
