@@ -118,6 +118,7 @@ def test_attributes_of_instances_are_found_in_the_class(monkeypatch):
 SET_BY_OTHERS = {
     "_boxed_call": "memopt sets it on its functions, AOTAutograd reads it",
     "_dynamo_source": "Dynamo sets it on nodes",
+    "_initializing": "Python's own imports set it",
     "_get_dynamo_config_for_logging": "may be missing: nothing is logged then",
     "_step_supports_amp_scaling": "some optimizers set it",
     "_wrapped_by_lr_sched": "schedulers set it on the step of an optimizer",

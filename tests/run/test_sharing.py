@@ -7,13 +7,14 @@ import weakref
 import pytest
 from torch import nn
 
+from memopt.account.optimizer_trial import GivenOptimizer
 from memopt.planning.derived import StepBytes
 from memopt.run.entry import Entry
 from memopt.run.overlaps import Overlap, breadth, room_for_others
 
 
 def entry(needs: StepBytes) -> Entry:
-    found = Entry(nn.Linear(1, 1), 1000, optimizer="adam")
+    found = Entry(nn.Linear(1, 1), 1000, given_optimizer=GivenOptimizer.of("adam"))
     found.plain_step_bytes = needs
     return found
 
