@@ -284,24 +284,26 @@ class PendingForward:
         works = lacking if foreseen or ledger.others_training(self.entry) else max(lacking, plain)
         if works > lacking:
             works = max(lacking, self.runs_plain_from(elsewhere_bytes, works) or works)
-        refused = BudgetError(
-            self.plan.budget_bytes,
-            works,
+        reason = (
             f"{size(elsewhere_bytes)} of tensors outside of this step (elsewhere), of which "
-            f"{size(self.entry.later_bytes)} appeared between the forward and its backward",
-            least=False,
-            further=(
-                "the next forward is planned with them; to plan the first one so, give optimize "
-                f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}",
-            ),
+            f"{size(self.entry.later_bytes)} appeared between the forward and its backward"
         )
-        self._refuse(ledger.for_whole_step(self.entry, refused))
+        further = (
+            "the next forward is planned with them; to plan the first one so, give optimize "
+            f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}"
+        )
+        given = self.plan.budget_bytes, works, reason
+        self._refuse(ledger.for_whole_step(self.entry, BudgetError(*given, least=False, further=(further,))))
 
     def _refuse(self, refused: BudgetError) -> None:
         """Raise `refused`, or warn of it where the step goes on (`Ledger.goes_on`)."""
-        if not Ledger.of(self.entry).goes_on(self.entry):
+        if Ledger.of(self.entry).goes_on(self.entry):
+            self.entry.warn_beyond(refused)
+            return
+        try:
             raise refused
-        self.entry.warn_beyond(refused)
+        finally:
+            del refused  # else this frame, which holds the forward, and the error would hold each other
 
     def replayed(self) -> None:
         """Record that a second forward has run outside of the plan during the running backward, which from now on is
