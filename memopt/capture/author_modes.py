@@ -200,6 +200,11 @@ _ATTENTION = {
 }
 
 
+def attention_kernels() -> tuple[SDPBackend, ...]:
+    """The kernels that `scaled_dot_product_attention` may choose from now."""
+    return tuple([kernel for kernel, is_allowed in _ATTENTION.items() if is_allowed()])  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True)
 class CallerModes:
     """The modes of the caller's code that choose operators, and that Dynamo has no guards on or that do not last until
@@ -219,8 +224,7 @@ class CallerModes:
         """The modes of this thread now."""
         on = (device for device in DEVICES if torch.is_autocast_enabled(device))
         types = tuple((device, torch.get_autocast_dtype(device)) for device in on)
-        attention = tuple(kernel for kernel, is_allowed in _ATTENTION.items() if is_allowed())  # type: ignore[no-untyped-call]
-        return cls(types, torch.is_autocast_cache_enabled(), autocast_blocks() > 0, attention)
+        return cls(types, torch.is_autocast_cache_enabled(), autocast_blocks() > 0, attention_kernels())
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from memopt.capture.author_modes import CallerModes, Untraceable
+from memopt.capture.author_modes import CallerModes, Untraceable, attention_kernels, autocast_blocks
 from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, limits_by_operators, match, without_limit
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
@@ -162,13 +162,11 @@ class RecordedRegion:
         kernels that are allowed for attention are other operators. Where the region opens autocast blocks, their casts
         of a weight are kept until the caller's outermost block ends, if there is one, even if that switches autocast
         off: this decides in which dtype the weight's gradients are summed."""
-        if not (self._has_autocast or self._has_attention):
+        within = autocast_blocks() > 0 if self._has_autocast else self.modes.within
+        attention = attention_kernels() if self._has_attention else self.modes.attention
+        if (within, attention) == (self.modes.within, self.modes.attention):
             return self
-        now, modes = CallerModes.now(), self.modes
-        within = now.within if self._has_autocast else modes.within
-        modes = replace(modes, within=within, attention=now.attention if self._has_attention else modes.attention)
-        if modes == self.modes:
-            return self
+        modes = replace(self.modes, within=within, attention=attention)
         self._in_modes[self.modes] = self
         if modes not in self._in_modes:
             self._in_modes[modes] = replace(self, modes=modes, _operator_graphs={}, failures_under_autocast={})
