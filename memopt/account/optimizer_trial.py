@@ -35,8 +35,10 @@ class GivenOptimizer:
     replace its optimizer, as when layers are unfrozen, and the state of the first one is then to be freed."""
 
     kept: OptimizerLike
-    """What was given; of an instance of torch's own classes, a function that makes another one with its options."""
+    """The optimizer as it was given; in place of an instance of one of torch's own classes, a function that makes
+    another one with the same options."""
     instance: weakref.ref[Optimizer] | None = None
+    """A weak reference to such an instance; None for everything else."""
 
     @classmethod
     def of(cls, optimizer: OptimizerLike) -> GivenOptimizer:
@@ -50,7 +52,7 @@ class GivenOptimizer:
 
     @property
     def now(self) -> OptimizerLike:
-        """What was given; once an instance is gone, a function that makes another one with its options."""
+        """The optimizer as it was given; once such an instance is freed, a function that makes another one like it."""
         alive = self.instance() if self.instance is not None else None
         return self.kept if alive is None else alive
 

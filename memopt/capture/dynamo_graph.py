@@ -35,7 +35,7 @@ def graphs_within(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def result_values(graph_module: fx.GraphModule) -> list[Any]:
-    """What Dynamo stored as the values of a graph's results; None for a result that is no node."""
+    """The example values that Dynamo stored for the results of a graph; None for a result that is no node."""
     results = graph_results(graph_module.graph)
     return [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in results]
 

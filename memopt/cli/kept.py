@@ -44,7 +44,7 @@ class Details:
     plan: Plan
     step: Step
     changes: tuple[Change, ...]
-    """What `Plan.diff` shows."""
+    """The changes that `Plan.diff` shows."""
     modules: tuple[str, ...]
     """The paths of the model's modules, in the order of the forward."""
     recipes: tuple[Recipe, ...]

@@ -242,6 +242,7 @@ class PendingForward:
             elsewhere_bytes = closely.elsewhere_beside(self.plan.account)
             if elsewhere_bytes > room + self._state_to_come(elsewhere_bytes):
                 self._refuse_elsewhere(elsewhere_bytes, room)
+                return  # it goes on beyond the budget
         ledger.note_fits(self.entry, self.plan, needed)
 
     def _see_what_appeared(self, moment: Moment) -> None:

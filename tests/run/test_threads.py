@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt
+from memopt.capture import dynamo
 from memopt.compat import check
 from memopt.errors import TorchNamesError
 from memopt.run import session
@@ -87,7 +88,8 @@ def test_two_models_that_are_planned_in_two_threads_at_once() -> None:
 
 
 def test_a_call_waits_for_what_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says that something is being compiled, not in which thread: the call would run beside the budget."""
+    """torch knows that something is being compiled, and memopt that a call is being captured, but not in which thread:
+    the call would run as a part of that one, beside the budget."""
     model = Deep(1)
     memopt.optimize(model, budget_gb=0.1, optimizer="sgd", precision="fp32", allow={"recompute"})
     compiling, called = threading.Event(), threading.Event()
@@ -95,10 +97,12 @@ def test_a_call_waits_for_what_another_thread_compiles(monkeypatch: pytest.Monke
     def compile_something() -> None:
         with session._IN_TURN:
             monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+            monkeypatch.setattr(dynamo, "_captures", 1)
             compiling.set()
             called.wait()
             time.sleep(0.2)  # the other thread is at the lock by then
             monkeypatch.setattr(torch.compiler, "_is_compiling_flag", False)
+            monkeypatch.setattr(dynamo, "_captures", 0)
 
     def call() -> None:
         compiling.wait()
