@@ -97,9 +97,10 @@ class Moment:
     @property
     def known_bytes(self) -> int:
         """The bytes outside of the plan that memopt knows without searching the device: the call's inputs, what waiting
-        forwards hold, and gradients and optimizer states of other optimised models. They do not count as elsewhere."""
+        forwards hold, outputs that the caller keeps, and gradients and optimizer states of other optimised models. They
+        do not count as elsewhere."""
         inputs = sum([tensor.nbytes for tensor in self.tensors if tensor.layout == torch.strided])
-        return inputs + self.waiting_bytes + self.lasting_now
+        return inputs + self.waiting_bytes + self.kept_outputs + self.lasting_now
 
     @property
     def to_come_elsewhere(self) -> int:

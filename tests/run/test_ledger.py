@@ -161,6 +161,22 @@ def test_what_is_freed_hides_no_growth() -> None:
     assert now(Moment(entry)).other >= before + average.nbytes
 
 
+def test_smaller_outputs_that_the_caller_keeps_hide_no_growth() -> None:
+    """The outputs of a smaller batch are kept, and the loop holds as many bytes more of its own: as much as before is
+    allocated."""
+    model = nn.Linear(10, 10)
+    entry, held = Entry(model, 100 * MB), [torch.zeros(3 * MB // 4), torch.zeros(MB // 4)]
+
+    def beginning() -> Moment:
+        entry.latest_outputs = list(weak_storages(held[:1]))
+        addresses = frozenset(storage.address for storage in entry.latest_outputs)
+        return Moment(entry, addresses=lambda: addresses, kept_outputs=entry.kept_outputs(()))
+
+    assert now(beginning()).other == pytest.approx(MB, abs=100_000)
+    held[:] = [torch.zeros(MB // 4), torch.zeros(3 * MB // 4)]
+    assert now(beginning()).other == pytest.approx(3 * MB, abs=100_000)
+
+
 def test_bytes_that_the_user_gives_take_the_place_of_those_found() -> None:
     entry = Entry(nn.Linear(10, 10), 100 * MB, 5 * MB)
     cached = torch.zeros(MB)
