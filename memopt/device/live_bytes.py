@@ -172,13 +172,20 @@ class LiveBytes(TorchDispatchMode):
         held = self._counted.get(storage)
         if held is None:
             held = self._counted[storage] = _Bytes()
-            weakref.finalize(storage, self._free, held)
+            _when_freed(storage, self._free, held)
         nbytes = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
         self.live_bytes += nbytes - held.nbytes
         held.nbytes = nbytes
 
     def _free(self, held: _Bytes) -> None:
         self.live_bytes -= held.nbytes
+
+
+def _when_freed(storage: torch.UntypedStorage, method: Callable[[Any], None], value: Any) -> None:
+    """Call `method(value)` when the storage is freed, unless the method's object is freed before: the storage may live
+    on in a cache, and must not keep the count, and with it a model, in memory."""
+    weak = weakref.WeakMethod(method)
+    weakref.finalize(storage, lambda: None if (counts := weak()) is None else counts(value))
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
@@ -227,7 +234,7 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
             if self.live_bytes > before:
                 storage = tensor.untyped_storage()
                 self.number[storage] = self._allocated(self.live_bytes - before)
-                weakref.finalize(storage, self._freed, self.number[storage])
+                _when_freed(storage, self._freed, self.number[storage])
 
     def raise_peak(self, workspace_bytes: int) -> None:
         """Raise the peak, and list the workspace as a block that is freed at once."""

@@ -263,8 +263,10 @@ class PendingForward:
 
     def _free_of_planned(self, elsewhere_bytes: int) -> int:
         """The planned bytes that are free if `elsewhere_bytes` are elsewhere: those that the plan left for tensors
-        elsewhere beyond these, and those of `_state_to_come`."""
-        return max(0, self.plan.account.elsewhere - elsewhere_bytes) + self._state_to_come(elsewhere_bytes)
+        elsewhere beyond these, and those of `_state_to_come`, except where the graph is kept: later steps keep it
+        beside that state, and would be refused in the middle of a training."""
+        state_to_come = 0 if keeps_graph() else self._state_to_come(elsewhere_bytes)
+        return max(0, self.plan.account.elsewhere - elsewhere_bytes) + state_to_come
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
         """The bytes that a backward may use in place of optimizer state that does not exist yet: tensors that appear

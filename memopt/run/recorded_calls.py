@@ -263,15 +263,16 @@ class RecordedCalls:
             paths.move_to_front(path)
             try:
                 return self._run_path(in_progress, paths, last=attempt == attempts - 1)
-            except CaptureError as refused:
-                refused.undone = attempts > 1 and before.can_be_undone()
-                if isinstance(refused, HoldsMore) and not refused.undone:
-                    budget = in_progress.moment.entry.budget_bytes
-                    raise BudgetError(budget, budget + refused.nbytes, _UNPLANNED_BETWEEN, least=False) from None
-                if refused.undone:
+            except Exception as failed:
+                if undone := attempts > 1 and before.can_be_undone():
                     before.undo()
                     refill(contents)
-                if not (refused.undone and isinstance(refused, OtherPathTaken)) or attempt == attempts - 1:
+                if isinstance(failed, CaptureError):
+                    failed.undone = undone
+                if isinstance(failed, HoldsMore) and not undone:
+                    budget = in_progress.moment.entry.budget_bytes
+                    raise BudgetError(budget, budget + failed.nbytes, _UNPLANNED_BETWEEN, least=False) from None
+                if not (undone and isinstance(failed, OtherPathTaken)) or attempt == attempts - 1:
                     raise
             if not untried and not (captured and paths.separate()):
                 paths.add(self._captured_again(in_progress.call, paths.calls[0].break_reason), in_progress.call)
@@ -298,7 +299,7 @@ class RecordedCalls:
                     lacking,
                 )
             return result
-        except CaptureError:
+        except Exception:
             pending.after_backward()  # it gets no backward
             raise
         finally:

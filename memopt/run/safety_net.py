@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.compat.autograd import stops_recomputation
 from memopt.device.devices import device_of
-from memopt.errors import BudgetError
+from memopt.errors import BudgetError, CaptureError
 from memopt.planning.plan import Plan
 from memopt.run.entry import Entry
 from memopt.training_state import CallState
@@ -59,9 +60,17 @@ class SafetyNet:
         self._plain_bytes = 0
         """The bytes that the step of the latest plain call is counted to hold; 0 if the latest call was not plain."""
 
-    def run(self, attempt: Callable[[CallState], Any], inputs: Iterable[torch.Tensor], *, repeat: bool) -> Any:
+    def run(
+        self,
+        attempt: Callable[[CallState], Any],
+        inputs: Iterable[torch.Tensor],
+        *,
+        repeat: bool,
+        as_plain_fails: Callable[[Exception], Exception],
+    ) -> Any:
         """Run a training call by `attempt`, which gets the state before the call; `inputs` are the call's tensors. With
-        `repeat`, a call whose forward fails to allocate is undone and run once more by a tighter plan.
+        `repeat`, a call whose forward fails to allocate is undone and run once more by a tighter plan, and one that
+        fails by an error of the model's own code is undone and raises what `as_plain_fails` returns for it.
 
         Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone."""
         before, self._forwards_before = CallState.of(self.model, inputs), self.entry.begun
@@ -74,6 +83,16 @@ class SafetyNet:
                 failed = self._forward_failed(failure, before)
                 if failed is None:
                     raise
+            except (BudgetError, CaptureError):
+                raise
+            except Exception as error:
+                if not repeat or stops_recomputation(error):
+                    raise
+                if (forward := self._begun()) is not None:
+                    forward.after_backward()  # it gets no backward
+                if not before.undo():
+                    raise
+                raise as_plain_fails(error) from None
             # Outside of the handler, since its exception would keep the forward's tensors alive.
             if not (failed.undone and repeat):
                 raise failed
@@ -96,14 +115,18 @@ class SafetyNet:
     def _forward_failed(self, failure: torch.OutOfMemoryError, before: CallState) -> StepMemoryError | None:
         """Undo a forward in which an allocation failed, make later plans hold less, and return the error for the user.
         None where no forward had begun: memory ran out while the call was planned."""
-        forward = self.entry.latest() if self.entry.latest else None
-        if self.entry.begun == self._forwards_before or forward is None:
+        if (forward := self._begun()) is None:
             return None
         forward.after_backward()  # it gets no backward
         failure.with_traceback(None)  # its frames hold the forward's tensors
         undone = before.undo()
         self._tighten(*_held_by(forward.plan))
         return self._error(failure, _by_plan(forward.plan), "forward", undone=undone)
+
+    def _begun(self) -> Any:
+        """The planned forward that has begun in the running call; None where none has."""
+        latest = self.entry.latest
+        return None if latest is None or self.entry.begun == self._forwards_before else latest()
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """Undo the call in whose backward an allocation failed (gradients, buffers and random states), and plan later

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -345,8 +346,8 @@ class Session:
         return self.parallel.wrapper is None and not self.sharded.there
 
     def _check_plain(self, calls: TrainingCalls, call: Call) -> None:
-        """Run the plain model's forward for a call that cannot be captured, undo it, and raise its error if it fails:
-        the training loop may expect that error. Later calls are captured again then."""
+        """Run the plain model's forward for a call that cannot be captured, and undo it. If it fails, the call fails as
+        in the plain loop, which may expect that error. Later calls are captured again then."""
         for gradients in (False, True):  # without needs less memory, but fails in code that takes derivatives
             try:
                 with torch.set_grad_enabled(gradients), undone(self.model), containers_restored(call):
@@ -354,10 +355,22 @@ class Session:
                 return
             except (MemoryError, torch.OutOfMemoryError):
                 return
-            except Exception:
+            except Exception as error:
                 if gradients:
                     calls.recorded.forget_errors()
-                    raise
+                    raise self._as_plain_fails(calls, call, error) from None
+
+    def _as_plain_fails(self, calls: TrainingCalls, call: Call, error: Exception) -> Exception:
+        """Run the plain model's forward for a call in which the model's own code has raised `error`, and which was
+        undone, and return what it raises: buffers, attributes and random generators are then as a loop that goes on
+        after such an error finds them without a plan. `error` where it raises no such error."""
+        clear_frames(error.__traceback__)  # they hold the failed forward's tensors
+        with torch.no_grad():  # it needs less memory
+            try:
+                calls.plain(*call[0], **call[1])
+            except Exception as plain:
+                return plain if type(plain) is type(error) else error
+        return error
 
     def _half_of_the_room(self, calls: TrainingCalls, now: CallInProgress) -> float:
         return (self.options.budget_bytes - calls.plain_calls.resident_bytes(now.call, now.situation)) / 2
@@ -372,7 +385,9 @@ class Session:
                 inputs, repeat = now.moment.inputs, self.parallel.wrapper is None
                 calls.planner.screen(now.call, now.crowded)
                 with unseen_by_checkpoints():
-                    result = self._safety_net.run(partial(calls.run_recorded, now), inputs, repeat=repeat)
+                    fails = partial(self._as_plain_fails, calls, now.call)
+                    attempt = partial(calls.run_recorded, now)
+                    result = self._safety_net.run(attempt, inputs, repeat=repeat, as_plain_fails=fails)
                 if not self._looked_for_writes and checkpoint_around() is not None:
                     self._note_written_once()
                 if self.status.plan is not self._shown[0]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from memopt.device.live_bytes import LiveBytes
+from memopt.device.live_bytes import BlockCalls, LiveBytes
 
 
 def test_a_storage_counts_once_until_its_last_view_is_freed() -> None:
@@ -125,3 +126,15 @@ def test_a_tensor_made_of_numbers_counts() -> None:
         x = torch.tensor([1.0] * 100)
         y = torch.tensor([1] * 100, dtype=torch.int32)
     assert count.live_bytes == x.nbytes + y.nbytes
+
+
+def test_a_tensor_that_lives_on_does_not_keep_its_count_alive() -> None:
+    """A count of a model's step refers to the model, and some tensors that a step makes are cached for ever."""
+    for make in (LiveBytes, BlockCalls):
+        with make() as count:
+            kept = torch.ones(8)
+        reference = weakref.ref(count)
+        del count
+        gc.collect()
+        assert reference() is None
+        del kept
