@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from memopt.compat.check import check
-from memopt.compat.fakes import FakeTensorMode
+from memopt.compat.fakes import FakeTensor, FakeTensorMode
 from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels
-from memopt.compat.joint_trace import gradients_without_gaps
+from memopt.compat.joint_trace import gradients_without_gaps, unread_numbers_left
 from passes.compat import private, replaced_all
 
 if TYPE_CHECKING:
@@ -68,7 +68,12 @@ def compile_by_inductor(
         return made(compiled, nodes, is_backward)
 
     at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-    with functorch_config.patch(at_once), _fake_generator_states(), replaced_all([gradients_without_gaps()]):
+    with (
+        functorch_config.patch(at_once),
+        _fake_generator_states(),
+        replaced_all([gradients_without_gaps()]),
+        unread_numbers_left(next((one.fake_mode for one in inputs if isinstance(one, FakeTensor)), None)),
+    ):
         patches = {
             "custom_partitioner_fn": _partitioner(partition, plan_hash),
             "inductor_choices_class": _nearby_fusions(),

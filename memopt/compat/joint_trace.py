@@ -231,7 +231,7 @@ def _second_phase(
         capture = replace(capture, maybe_subclass_meta=wrappers)
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True, enable_log=log)
     second_phase: Any = aot_stage2_compile
-    with _fakes_active(state), dead_draws_kept(), _unread_numbers_left(state.fake_mode, capture.graph_module):
+    with _fakes_active(state), dead_draws_kept(), unread_numbers_left(state.fake_mode, capture.graph_module):
         compiled, _ = second_phase(
             state,
             capture,
@@ -298,19 +298,22 @@ def _fakes_active(state: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _unread_numbers_left(mode: Any, joint: fx.GraphModule) -> Iterator[None]:
+def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Iterator[None]:
     """Context in which AOTAutograd does not ask for another capture because of numbers in tensors that no operator of
-    the joint graph reads.
+    the joint graph reads; of all numbers, if no graph is given: a second trace of a region reads new symbols.
 
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
     for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call again without it.
     """
     from torch._dynamo.symbolic_convert import TensorifyState
 
-    environment = mode.shape_env
+    environment = getattr(mode, "shape_env", None)
+    if environment is None:
+        yield
+        return
     values = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
     numbers = {str(symbol) for symbol in values if str(symbol).startswith("zf")}
-    for node in joint.graph.nodes if numbers else ():
+    for node in joint.graph.nodes if joint is not None and numbers else ():
         value = node.meta.get("val")
         numbers -= (
             {str(symbol) for symbol in value.node.expr.free_symbols} if isinstance(value, torch.SymFloat) else set()
