@@ -33,6 +33,19 @@ PRIVATE_NAMES = (
 )
 
 
+NO_CUDA_GRAPHS = (
+    "training calls run without CUDA graphs, although torch._inductor.config.triton.cudagraphs is set: the memory pool "
+    "of a graph keeps what a plan frees"
+)
+
+
+def cuda_graphs_wanted() -> bool:
+    """Whether the user has told inductor to run what it compiles as CUDA graphs."""
+    import torch._inductor.config as inductor_config
+
+    return bool(inductor_config.triton.cudagraphs)
+
+
 class InductorFailed(Exception):
     """Raised where inductor, or a compiler that it calls, fails to compile a graph."""
 
@@ -79,6 +92,7 @@ def compile_by_inductor(
             "inductor_choices_class": _nearby_fusions(),
             "_pre_fusion_custom_pass": order_of_random_kernels(),
             "allow_buffer_reuse": False,  # with reuse, a dead buffer is held until one of its size is wanted
+            "triton.cudagraphs": False,  # nobody counts what the pool of a graph holds
         }
         try:
             compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)

@@ -127,8 +127,8 @@ def scaled() -> nn.Module:
 
 @pytest.mark.slow  # compiles a step
 def test_floats_that_differ_among_regions_are_compiled_as_inputs() -> None:
-    """Torch takes such a float for an input of the region. It asked for another capture of the compiled region, of which
-    there is none outside of Dynamo."""
+    """Torch takes such a float for an input of the region. It asked for another capture when the region was compiled,
+    which is not done within Dynamo."""
     model, plain, x = scaled(), scaled(), torch.randn(64, WIDTH)
     memopt.optimize(model, 1.0, example_inputs=(x,), backend="inductor", precision="fp32")
     for scale in (1.5, 0.7):
