@@ -205,6 +205,7 @@ def _run_here(arguments: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch._inductor.config.fallback_random = True  # dropout draws as in eager mode
+    torch._inductor.config.emulate_precision_casts = True  # a model's own casts to 16 bits round as in eager mode
     for number, seed in enumerate(arguments.child):
         found = trials(seed, arguments.backend, arguments.cases, low=arguments.low, derivatives=arguments.derivatives)
         with quick_kernels():
