@@ -14,7 +14,12 @@ from torch import fx
 
 from memopt.compat.check import check
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
-from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels
+from memopt.compat.inductor_lowering import (
+    FALLBACKS,
+    make_fallbacks_known,
+    order_of_random_kernels,
+    pools_as_they_are,
+)
 from memopt.compat.joint_trace import gradients_without_gaps, unread_numbers_left
 from passes.compat import private, replaced_all
 
@@ -84,7 +89,7 @@ def compile_by_inductor(
     with (
         functorch_config.patch(at_once),
         _fake_generator_states(),
-        replaced_all([gradients_without_gaps()]),
+        replaced_all([gradients_without_gaps(), *pools_as_they_are()]),
         unread_numbers_left(next((one.fake_mode for one in inputs if isinstance(one, FakeTensor)), None)),
     ):
         patches = {
