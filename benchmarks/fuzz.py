@@ -42,8 +42,8 @@ os.environ.update({"MEMOPT_PLAN": "always", "MEMOPT_CACHE": "0", "TORCHINDUCTOR_
 import torch
 import torch._inductor.config
 
+from benchmarks.quick_kernels import quick_kernels
 from benchmarks.stamp import stamp, write_result
-from examples.models.quick_kernels import quick_kernels
 from examples.models.random_trials import CASES, Trial, trials
 
 RESULTS = Path(__file__).parent / "results"

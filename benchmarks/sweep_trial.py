@@ -15,8 +15,8 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import memopt
+from benchmarks.quick_kernels import quick_kernels
 from benchmarks.small_architectures import NotBuilt, build
-from examples.models.quick_kernels import quick_kernels
 from examples.models.random_reference import CONDITIONED, nudge, rounding_is_named
 from examples.models.twins import (
     EXACT,

@@ -140,3 +140,27 @@ def test_floats_that_differ_among_regions_are_compiled_as_inputs() -> None:
     captured = memopt.plan_of(model).captured
     assert captured is not None
     assert all(region.fused for region in captured.regions)
+
+
+class Gated(nn.Module):
+    """Two products, of which the loss reaches the first only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.gate(x).sigmoid()
+        return (self.inner(x) * gate).square().mean()
+
+
+@pytest.mark.slow  # compiles a step
+def test_hooks_of_parameters_that_get_no_gradient_are_not_called() -> None:
+    model, x = Gated(), torch.randn(64, WIDTH)
+    called: list[Tensor] = []
+    model.gate.weight.register_hook(called.append)
+    memopt.optimize(model, 1.0, example_inputs=(x,), backend="inductor", precision="fp32")
+    model(x).backward()
+    assert not called
+    assert model.inner.weight.grad is not None
