@@ -14,7 +14,7 @@ serves the cases of a seed (`examples/models/random_trials.py`).
 
 Results are written as they come, so that a run goes on where the last one stopped; `--again` repeats what was found.
 The result file holds counts, every case that needs a look, and the seconds of all workers together. Fifty seeds run in
-one process, on one thread of the CPU.
+one process, on one thread of the CPU. Inductor's kernels are built without optimization (`quick_kernels`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ os.environ.update({"MEMOPT_PLAN": "always", "MEMOPT_CACHE": "0", "TORCHINDUCTOR_
 import torch
 import torch._inductor.config
 
+from benchmarks.quick_kernels import quick_kernels
 from benchmarks.stamp import stamp, write_result
 from examples.models.random_trials import CASES, Trial, trials
 
@@ -204,9 +205,11 @@ def _run_here(arguments: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch._inductor.config.fallback_random = True  # dropout draws as in eager mode
+    torch._inductor.config.emulate_precision_casts = True  # a model's own casts to 16 bits round as in eager mode
     for number, seed in enumerate(arguments.child):
         found = trials(seed, arguments.backend, arguments.cases, low=arguments.low, derivatives=arguments.derivatives)
-        print(json.dumps([one.record() for one in found]), file=results, flush=True)
+        with quick_kernels():
+            print(json.dumps([one.record() for one in found]), file=results, flush=True)
         if number == 0:
             gc.freeze()  # what all seeds share need not be looked through for garbage at each
 

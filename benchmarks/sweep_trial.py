@@ -15,6 +15,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import memopt
+from benchmarks.quick_kernels import quick_kernels
 from benchmarks.small_architectures import NotBuilt, build
 from examples.models.random_reference import CONDITIONED, nudge, rounding_is_named
 from examples.models.twins import (
@@ -67,7 +68,7 @@ def trial(name: str, stages: list[str]) -> dict[str, Any]:
         options, share = STAGES[stage]
         began = time.time()
         try:
-            with inductor_config.patch(fallback_random=True):  # dropout draws as in eager mode
+            with quick_kernels(), inductor_config.patch(fallback_random=True):  # dropout draws as in eager mode
                 found = planned(stage, copy.deepcopy(model), batch, plain, options, share)
                 if stage == "inductor" and found["verdict"] == "wrong" and farthest(found) < MOST_ROUNDED:
                     found |= in_fp64(copy.deepcopy(model), batch)

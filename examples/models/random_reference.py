@@ -20,8 +20,8 @@ from memopt.capture.dynamo_graph import BETWEEN_REGIONS, BITS_DEPART, BUFFERS_WR
 STEPPED = 100.0
 """How much larger such rounding may be after the first two steps: optimizers divide gradients by their own size."""
 CONDITIONED = 10.0
-"""How many times as far from the plain numbers a step may be whose plan names an operator that rounds, as plain steps
-are from weights that are one unit in the last place larger."""
+"""How many times as far from the plain numbers a step may be that is compiled, or whose plan names an operator that
+rounds, as plain steps are from weights that are one unit in the last place larger."""
 LOW, OF_LOWERED = 0.05, 3.0
 """How far the gradients of a first step in 16 bits may be from the plain ones; and where a model is ill-conditioned, in
 multiples of how far those under autocast are, or those from weights that differ by a rounding to bfloat16."""
@@ -52,13 +52,12 @@ class Reference:
             runs = self.written_once
         apart, at = difference(ours, runs[number], FUSED_FLOOR if fused else FLOOR)
         verdict = verdict_of(apart / STEPPED if fused and number else apart)
-        if verdict == "rounding" and fused:
-            return "right", ""
-        if rounding_is_named(notes):
-            if verdict == "wrong" and self.nudge is not None:
-                near = apart <= CONDITIONED * difference(self.nudge()[number], runs[number])[0]
-                verdict = "rounding" if near else verdict
-            verdict = "rounding, named" if verdict == "rounding" else verdict
+        rounds = fused or rounding_is_named(notes)
+        if rounds and verdict == "wrong" and self.nudge is not None:
+            near = apart <= CONDITIONED * difference(self.nudge()[number], runs[number])[0]
+            verdict = "rounding" if near else verdict
+        if rounds and verdict == "rounding":
+            return ("right", "") if fused else ("rounding, named", f"{apart:.1e} apart: {at}")
         return verdict, f"{apart:.1e} apart: {at}" if apart else ""
 
     def judge_low(self, ours: Run) -> tuple[str, str]:

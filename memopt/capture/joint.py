@@ -89,10 +89,9 @@ class JointGraph:
     def overwritten(self) -> frozenset[int]:
         """The numbers of the `primals_*` whose values change during the forward, or were observed to be changed by the
         caller between a forward and its backward."""
-        aot = getattr(self.trace, "aot", None)
-        if aot is None:
+        if self.trace is None:
             return frozenset()
-        return frozenset(map(self.place_of, aot.overwritten | (self.trace.region.changed or frozenset())))
+        return frozenset(map(self.place_of, self.trace.inputs.overwritten | (self.trace.region.changed or frozenset())))
 
     @cached_property
     def statistics(self) -> frozenset[int]:
@@ -112,8 +111,9 @@ class JointGraph:
     def inputs_without_gradients(self) -> frozenset[int]:
         """The numbers of the region's inputs that require gradients but get none, as the region reads them without
         autograd."""
-        aot = getattr(self.trace, "aot", None)
-        return frozenset() if aot is None or not self.differentiated else aot.only_read - self.inputs_with_gradients
+        if self.trace is None or not self.differentiated:
+            return frozenset()
+        return self.trace.inputs.only_read - self.inputs_with_gradients
 
     @property
     def frozen_ids(self) -> Mapping[int, int]:

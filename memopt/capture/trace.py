@@ -20,22 +20,24 @@ from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
 from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.host import device_among
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
-from memopt.compat.joint_trace import AotTrace, JointGraphTraced, trace_region
+from memopt.compat.joint_trace import AotTrace, InputUse, JointGraphTraced, noting_input_use, trace_region
 from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import data_symbols_of, has_gaps
 from memopt.errors import CaptureError
 from passes import copy_graph_module, is_random
+from passes.compat import replaced_all
 from passes.graphs.edit import on_stored_values, refresh
 from passes.graphs.node_facts import graph_results, is_tangent, tensors
 
 
-def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule | None, int]:
-    """A region's joint graph and the number of its leading results that are the forward's; None and 0 for a region
-    without gradients.
+def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule | None, int, InputUse]:
+    """A region's joint graph, the number of its leading results that are the forward's, and what the region does with
+    its inputs; None and 0 for a region without gradients.
 
     To be called in the region's tracing context. Raises `CaptureError` where inductor fails.
     """
     found: list[tuple[fx.GraphModule, int]] = []
+    used: list[InputUse] = []
 
     def take_joint(joint: fx.GraphModule, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
         _tag_forward(joint.graph, num_fwd_outputs)
@@ -44,11 +46,12 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
         raise JointGraphTraced
 
     try:
-        with suppress(JointGraphTraced):  # a copy, because inductor changes the module that it compiles
+        # A copy, because inductor changes the module that it compiles.
+        with suppress(JointGraphTraced), replaced_all([noting_input_use(used)]):
             compile_by_inductor(copy_graph_module(module), list(inputs), take_joint, _as_compiled, lambda: "no plan")
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
-    return found[0] if found else (None, 0)
+    return (*found[0], used[0]) if found else (None, 0, InputUse())
 
 
 def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
@@ -123,6 +126,8 @@ class RegionTrace:
     """Whether `module` is an operator graph, with all casts written out."""
     aot: AotTrace | None = field(default=None, repr=False)
     """AOTAutograd's trace for the "aten" backend; inductor traces again when it compiles."""
+    inputs: InputUse = field(default_factory=InputUse)
+    """What the region does with its inputs."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -166,11 +171,12 @@ def differentiate(
     region = traced.region
     with traced.active():
         if traced.backend == INDUCTOR:
-            found = trace_by_inductor(traced.module, region.inputs)
+            joint, forward_outputs, inputs = trace_by_inductor(traced.module, region.inputs)
         else:
             aot = _traced(traced.module, region)
-            traced, found = replace(traced, aot=aot), (aot.module, aot.forward_outputs)
-        joint, forward_outputs = found
+            joint, forward_outputs, inputs = aot.module, aot.forward_outputs, aot.inputs
+            traced = replace(traced, aot=aot)
+        traced = replace(traced, inputs=inputs)
         if joint is None:
             return JointGraph(traced.module, 0, operators=operators, trace=traced, differentiated=False)
         places = traced.aot.places if traced.aot is not None and region.wrapped else ()

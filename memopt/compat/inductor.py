@@ -13,9 +13,14 @@ import torch
 from torch import fx
 
 from memopt.compat.check import check
-from memopt.compat.fakes import FakeTensorMode
-from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels
-from memopt.compat.joint_trace import gradients_without_gaps
+from memopt.compat.fakes import FakeTensor, FakeTensorMode
+from memopt.compat.inductor_lowering import (
+    FALLBACKS,
+    make_fallbacks_known,
+    order_of_random_kernels,
+    pools_as_they_are,
+)
+from memopt.compat.joint_trace import gradients_without_gaps, unread_numbers_left
 from passes.compat import private, replaced_all
 
 if TYPE_CHECKING:
@@ -31,6 +36,19 @@ PRIVATE_NAMES = (
     *private("torch._inductor.runtime.benchmarking", "benchmarker.benchmark_gpu"),
     *private("torch._ops", "HigherOrderOperator.python_key_table", needed=False),
 )
+
+
+NO_CUDA_GRAPHS = (
+    "training calls run without CUDA graphs, although torch._inductor.config.triton.cudagraphs is set: the memory pool "
+    "of a graph keeps what a plan frees"
+)
+
+
+def cuda_graphs_wanted() -> bool:
+    """Whether the user has told inductor to run what it compiles as CUDA graphs."""
+    import torch._inductor.config as inductor_config
+
+    return bool(inductor_config.triton.cudagraphs)
 
 
 class InductorFailed(Exception):
@@ -68,12 +86,18 @@ def compile_by_inductor(
         return made(compiled, nodes, is_backward)
 
     at_once: dict[str, Any] = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-    with functorch_config.patch(at_once), _fake_generator_states(), replaced_all([gradients_without_gaps()]):
+    with (
+        functorch_config.patch(at_once),
+        _fake_generator_states(),
+        replaced_all([gradients_without_gaps(), *pools_as_they_are()]),
+        unread_numbers_left(next((one.fake_mode for one in inputs if isinstance(one, FakeTensor)), None)),
+    ):
         patches = {
             "custom_partitioner_fn": _partitioner(partition, plan_hash),
             "inductor_choices_class": _nearby_fusions(),
             "_pre_fusion_custom_pass": order_of_random_kernels(),
             "allow_buffer_reuse": False,  # with reuse, a dead buffer is held until one of its size is wanted
+            "triton.cudagraphs": False,  # nobody counts what the pool of a graph holds
         }
         try:
             compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from passes.compat import private
+from passes.compat import Replacement, private
 from passes.ops.offload_ops import COPY_OUT, TRANSFERS
 
 PRIVATE_NAMES = (
@@ -30,6 +30,7 @@ PRIVATE_NAMES = (
         "lowerings decompositions require_contiguous tag_to_layout_constraint FALLBACK_ALLOW_LIST",
     ),
     *private("torch._inductor.lowering", "make_fallback", call="op, layout_constraint=, warn=, override_decomp="),
+    *private("torch._inductor.lowering", "fallback_handler", call="kernel, add_to_fallback_set"),
     *private("torch._inductor.config", "implicit_fallbacks _pre_fusion_custom_pass"),
     *private("torch._inductor.ir", "ExternKernel.require_exact_strides", call="value, strides, allow_padding="),
     *private("torch._inductor.ir", "FlexibleLayout.stride_ordered_for_memory_format"),
@@ -49,7 +50,7 @@ PRIVATE_NAMES = (
     ),
 )
 
-FALLBACKS = "copies to the host laid out as results"
+FALLBACKS = "copies to the host laid out as results, pools in ceil_mode as they are"
 """Describes the layout rules of this module. It is part of the key of inductor's cache, so that code compiled under
 other rules is not reused."""
 
@@ -90,6 +91,39 @@ def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
             lowering.make_fallback(op, warn=False, override_decomp=True)
         elif config.implicit_fallbacks:
             lowering.make_fallback(op, layout_constraint=_layout_constraint(op, is_backward=is_backward))
+
+
+def pools_as_they_are() -> list[Replacement]:
+    """Replacements by which inductor calls the backward of average pooling as it is where the last windows may reach
+    beyond the padding (`ceil_mode`). The code that it would write divides by the whole window there, where the forward
+    divides by the part within: its gradients are wrong (torch 2.11 to 2.13)."""
+    from torch._inductor import lowering as untyped
+
+    lowering: Any = untyped
+    return [
+        (lowering.lowerings, op, _pool(lowering.lowerings[op], lowering.fallback_handler(op, False))) for op in _POOLS
+    ]
+
+
+_POOLS = torch.ops.aten.avg_pool2d_backward.default, torch.ops.aten.avg_pool3d_backward.default
+
+
+def _pool(own: Any, as_it_is: Any) -> Any:
+    def lower(
+        grad_output: Any,
+        x: Any,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        ceil_mode: bool,
+        count_include_pad: bool,
+        divisor_override: Any = None,
+    ) -> Any:
+        beyond = ceil_mode and count_include_pad and not divisor_override
+        call = as_it_is if beyond else own
+        return call(grad_output, x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+
+    return lower
 
 
 def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ PRIVATE_NAMES = (
         "aot_stage2_compile",
         call="state, capture, partition_fn=, fw_compiler=, bw_compiler=, inference_compiler=",
     ),
+    *private("torch._functorch._aot_autograd.graph_compile", "aot_stage2_autograd"),
     *private("torch._dynamo.compiled_autograd", "_disable"),
     *private("torch._dynamo.utils", "preserve_rng_state"),
     *private("torch._dispatch.python", "enable_python_dispatcher"),
@@ -71,6 +72,47 @@ class JointGraphTraced(Exception):
 
 
 @dataclass(frozen=True)
+class InputUse:
+    """What AOTAutograd found a region to do with its inputs."""
+
+    overwritten: frozenset[int] = frozenset()
+    """The positions of the region's inputs to which AOTAutograd writes after the forward: inputs that require
+    gradients, and that the region writes to in place."""
+    only_read: frozenset[int] = frozenset()
+    """The positions of the region's inputs that require gradients, that the region does not write to, and of which it
+    returns neither the input itself nor a view."""
+
+    @classmethod
+    def of(cls, state: Any) -> InputUse:
+        """Of a region that AOTAutograd has traced, by the state of that trace."""
+        from torch._functorch._aot_autograd.schemas import OutputType
+
+        metadata = state.fw_metadata
+        of_inputs = (OutputType.alias_of_input, OutputType.is_input)
+        returned = {info.base_idx for info in metadata.output_info if info.output_type in of_inputs}
+        only_read = frozenset(
+            number
+            for number, info in enumerate(metadata.input_info)
+            if info.requires_grad and not info.mutates_data and not info.mutates_metadata and number not in returned
+        )
+        return cls(frozenset(metadata.mutated_inp_runtime_indices), only_read)
+
+
+def noting_input_use(found: list[InputUse]) -> Replacement:
+    """A replacement by which AOTAutograd, before it cuts a joint graph, adds to `found` what the region does with its
+    inputs."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    own: Any = graph_compile.aot_stage2_autograd
+
+    def aot_stage2_autograd(state: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(InputUse.of(state))
+        return own(state, *args, **kwargs)
+
+    return graph_compile, "aot_stage2_autograd", aot_stage2_autograd
+
+
+@dataclass(frozen=True)
 class AotTrace:
     """A region that AOTAutograd has traced, ready to be compiled with any partition of its joint graph."""
 
@@ -81,26 +123,10 @@ class AotTrace:
     state: Any
     capture: Any
 
-    @property
-    def overwritten(self) -> frozenset[int]:
-        """The positions of the region's inputs to which AOTAutograd writes after the forward: inputs that require
-        gradients, and that the region writes to in place."""
-        return frozenset(self.state.fw_metadata.mutated_inp_runtime_indices)
-
-    @property
-    def only_read(self) -> frozenset[int]:
-        """The positions of the region's inputs that require gradients, that the region does not write to, and of which
-        it returns neither the input itself nor a view."""
-        from torch._functorch._aot_autograd.schemas import OutputType
-
-        metadata = self.state.fw_metadata
-        of_inputs = (OutputType.alias_of_input, OutputType.is_input)
-        returned = {info.base_idx for info in metadata.output_info if info.output_type in of_inputs}
-        return frozenset(
-            number
-            for number, info in enumerate(metadata.input_info)
-            if info.requires_grad and not info.mutates_data and not info.mutates_metadata and number not in returned
-        )
+    @cached_property
+    def inputs(self) -> InputUse:
+        """What the region does with its inputs."""
+        return InputUse.of(self.state)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -231,7 +257,7 @@ def _second_phase(
         capture = replace(capture, maybe_subclass_meta=wrappers)
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True, enable_log=log)
     second_phase: Any = aot_stage2_compile
-    with _fakes_active(state), dead_draws_kept(), _unread_numbers_left(state.fake_mode, capture.graph_module):
+    with _fakes_active(state), dead_draws_kept(), unread_numbers_left(state.fake_mode, capture.graph_module):
         compiled, _ = second_phase(
             state,
             capture,
@@ -298,19 +324,22 @@ def _fakes_active(state: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _unread_numbers_left(mode: Any, joint: fx.GraphModule) -> Iterator[None]:
+def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Iterator[None]:
     """Context in which AOTAutograd does not ask for another capture because of numbers in tensors that no operator of
-    the joint graph reads.
+    the joint graph reads; of all numbers, if no graph is given: a second trace of a region reads new symbols.
 
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
     for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call again without it.
     """
     from torch._dynamo.symbolic_convert import TensorifyState
 
-    environment = mode.shape_env
+    environment = getattr(mode, "shape_env", None)
+    if environment is None:
+        yield
+        return
     values = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
     numbers = {str(symbol) for symbol in values if str(symbol).startswith("zf")}
-    for node in joint.graph.nodes if numbers else ():
+    for node in joint.graph.nodes if joint is not None and numbers else ():
         value = node.meta.get("val")
         numbers -= (
             {str(symbol) for symbol in value.node.expr.free_symbols} if isinstance(value, torch.SymFloat) else set()

@@ -18,7 +18,13 @@ from torch import Tensor, fx
 
 from memopt.capture.joint import JointGraph
 from memopt.capture.trace import not_compiled
-from memopt.compat.inductor import InductorFailed, autotuning_within, compile_by_inductor
+from memopt.compat.inductor import (
+    NO_CUDA_GRAPHS,
+    InductorFailed,
+    autotuning_within,
+    compile_by_inductor,
+    cuda_graphs_wanted,
+)
 from memopt.compat.inductor_lowering import hold
 from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import sizes_up_to
@@ -47,6 +53,8 @@ def compile_by_backend(
     `accumulation.failed` is called where an allocation fails in the backward. In the first run, in which kernels are
     timed, torch's allocator for CUDA holds at most `limit_bytes`. Call it within `joint.trace.active()`.
     Raises `CaptureError` where inductor fails."""
+    if cuda_graphs_wanted():
+        warnings.warn(NO_CUDA_GRAPHS, stacklevel=2)
     halves = _Halves(cut, joint, accumulation, limit_bytes)
     module, inputs = joint.trace.module, joint.trace.region.inputs
     try:

@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 from memopt.account.optimizer_account import refuse, takes_singly
 from memopt.account.optimizer_trial import GivenOptimizer, trial
 from memopt.compat.host import HOST
+from memopt.compat.inductor import NO_CUDA_GRAPHS, cuda_graphs_wanted
 from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
@@ -287,6 +288,8 @@ class Options:
                 "matrices whose rows are no multiple of 16 bytes, and times kernels to choose among them; both may "
                 "take more memory",
             )
+        if self.backend_on(device_type) == "inductor" and cuda_graphs_wanted():
+            notes += (NO_CUDA_GRAPHS,)
         if self.backend_on(device_type) == "inductor" and OFFLOAD_PARAMETERS.name in self.allow:
             notes += (
                 f"{OFFLOAD_PARAMETERS.name!r} was not used: it is for plain operators; give backend='aten' to have "

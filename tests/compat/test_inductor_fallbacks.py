@@ -113,3 +113,29 @@ def test_what_is_copied_to_the_host_is_laid_out_there_as_inductor_lays_out_resul
     _, positions = compiled(list(inputs))
     assert positions.is_contiguous(memory_format=torch.channels_last)
     assert host_memory("cpu").block(positions)
+
+
+class Pooled(nn.Module):
+    """An average pooling whose last windows reach beyond the padding."""
+
+    def __init__(self, dimensions: int) -> None:
+        super().__init__()
+        self.conv = (nn.Conv2d, nn.Conv3d)[dimensions - 2](2, 2, 1)
+        self.pool = (nn.AvgPool2d, nn.AvgPool3d)[dimensions - 2](2, ceil_mode=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled: torch.Tensor = self.pool(self.conv(x))
+        return pooled.square().sum()
+
+
+@pytest.mark.slow  # compiles a step
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_gradients_of_pools_with_windows_cut_at_the_end(dimensions: int) -> None:
+    """Of torch.compile they are wrong: its code divides by the whole window."""
+    model, plain, x = Pooled(dimensions), Pooled(dimensions), torch.randn(2, 2, *[5] * dimensions)
+    plain.load_state_dict(model.state_dict())
+    memopt.optimize(model, 1.0, optimizer=None, precision="fp32", backend="inductor")
+    for one in (model, plain):
+        one(x).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

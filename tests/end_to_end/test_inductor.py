@@ -19,6 +19,7 @@ import memopt
 from examples.models.families import BY_NAME, integers, normals
 from examples.models.random_trials import random_schedules
 from examples.models.step import Step, own_bytes, restored_buffers, train_step
+from memopt.compat import inductor
 from memopt.errors import GIB
 from memopt.planning.options import check_options
 from tests.end_to_end.steps import assert_equal
@@ -147,6 +148,26 @@ def test_refusals_leave_the_model_plain() -> None:
     assert model._compiled_call_impl is None
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'aten', 'inductor', not 'triton'"):
         check_options(1, backend="triton")
+
+
+def test_cuda_graphs_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever turns them on for all of inductor is told that training calls have none, and inductor makes none."""
+    import torch._inductor.config as inductor_config
+
+    asked = []
+    add_fallbacks = inductor.make_fallbacks_known
+
+    def make_fallbacks_known(half: torch.fx.GraphModule, **options: bool) -> None:
+        asked.append(inductor_config.triton.cudagraphs)
+        add_fallbacks(half, **options)
+
+    monkeypatch.setattr(inductor, "make_fallbacks_known", make_fallbacks_known)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    memopt.optimize(model, 1000, backend="inductor", **MODE)
+    with inductor_config.patch({"triton.cudagraphs": True}), pytest.warns(UserWarning, match="without CUDA graphs"):
+        model(normals(ROWS, WIDTH))
+    assert inductor.NO_CUDA_GRAPHS in memopt.plan_of(model).notes
+    assert asked == [False, False]
 
 
 def test_other_calls_run_the_plain_model() -> None:

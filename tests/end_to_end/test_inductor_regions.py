@@ -107,3 +107,60 @@ def test_the_budget_that_a_refusal_names_works() -> None:
     optimized = memopt.optimize(model, budget_gb=named / GIB, backend="inductor", precision="fp32")
     _, peak = trained(model, optimized, (ROWS, ROWS, ROWS))
     assert peak <= named
+
+
+class Scaled(nn.Module):
+    """A residual block that breaks the graph, scaled by a Python float of its own."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDTH, WIDTH), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * between(self.inner(x)).sin()
+
+
+def scaled() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(1.5), Scaled(0.5), Scaled(0.25))
+
+
+@pytest.mark.slow  # compiles a step
+def test_floats_that_differ_among_regions_are_compiled_as_inputs() -> None:
+    """Torch takes such a float for an input of the region. It asked for another capture when the region was compiled,
+    which is not done within Dynamo."""
+    model, plain, x = scaled(), scaled(), torch.randn(64, WIDTH)
+    memopt.optimize(model, 1.0, example_inputs=(x,), backend="inductor", precision="fp32")
+    for scale in (1.5, 0.7):
+        for one in (model, plain):
+            one[0].scale = scale  # type: ignore[index,union-attr]
+            one(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    captured = memopt.plan_of(model).captured
+    assert captured is not None
+    assert all(region.fused for region in captured.regions)
+
+
+class Gated(nn.Module):
+    """Two products, of which the loss reaches the first only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = self.gate(x).sigmoid()
+        return (self.inner(x) * gate).square().mean()
+
+
+@pytest.mark.slow  # compiles a step
+def test_hooks_of_parameters_that_get_no_gradient_are_not_called() -> None:
+    model, x = Gated(), torch.randn(64, WIDTH)
+    called: list[Tensor] = []
+    model.gate.weight.register_hook(called.append)
+    memopt.optimize(model, 1.0, example_inputs=(x,), backend="inductor", precision="fp32")
+    model(x).backward()
+    assert not called
+    assert model.inner.weight.grad is not None

@@ -98,6 +98,8 @@ def test_rounding_that_is_named_is_judged_by_what_the_last_bits_of_the_weights_c
     plain = Reference(run(1.0), None, lambda: run(1.0 + 1e-5))
     assert plain.judge(run(1.0 + apart)[0], 0, (f"gru {BITS_DEPART}",))[0] == verdict
     assert plain.judge(run(1.0 + apart)[0], 0, ())[0] == "wrong"
+    compiled, _ = plain.judge(run(1.0 + apart)[0], 0, (), fused=True)
+    assert compiled == ("wrong" if verdict == "wrong" else "right")
 
 
 @pytest.mark.plans_always
