@@ -52,15 +52,16 @@ class TileRows(Pass):
         nodes = {node.name: node for node in graph.nodes}
         with on_stored_values(graph):
             for segment in self.segments:
-                nodes |= _Tiling(graph, nodes, segment, self.tiles).apply()
+                nodes |= _Tiling(graph, nodes, segment, segment.tiles(self.tiles)).apply()
         return graph_module
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
         for segment in self.segments:
-            if not 1 < self.tiles <= (size_seen(segment.rows) or 0):
+            tiles = segment.tiles(self.tiles)
+            if not 1 < tiles <= (size_seen(segment.rows) or 0):
                 raise VerifyError(
-                    segment.name, f"{segment.rows} rows cannot make {self.tiles} tiles", f"give 2 to {segment.rows}"
+                    segment.name, f"{segment.rows} rows cannot make {tiles} tiles", f"give 2 to {segment.rows}"
                 )
             _check(graph_module.graph, segment)
 

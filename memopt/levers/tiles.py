@@ -24,7 +24,7 @@ class _Tile:
             reason = "no operators between those that mix rows hold much more than they read and return"
             return Decision(Pipeline((), label=LABEL), notes=(f"{LABEL}: nothing is run in tiles, since {reason}",))
         # For a symbolic number of rows this adds a guard, so that a batch with fewer rows is captured again.
-        enough = all(segment.rows >= self.tiles for segment in segments)
+        enough = all(segment.rows >= segment.tiles(self.tiles) for segment in segments)
         assert enough
         passes = TileRows(segments, self.tiles), EliminateDeadCode()
         reasons = {name: "in tiles" for segment in segments for name, _ in segment.members}
@@ -33,7 +33,7 @@ class _Tile:
     def _note(self, segments: tuple[RowSegment, ...]) -> str:
         largest = max(segments, key=lambda segment: segment.inside_bytes)
         return (
-            f"{LABEL}: {len(segments)} segments in {self.tiles} tiles each, the largest from {largest} with "
+            f"{LABEL}: {len(segments)} segments in up to {self.tiles} tiles each, the largest from {largest} with "
             f"{size(largest.inside_bytes)} inside; equal but for rounding, as gradients are summed in another order"
         )
 

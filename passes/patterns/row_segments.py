@@ -1,8 +1,11 @@
 """Finds segments of a graph whose operators treat rows apart, so that they can run on a part of the rows at a time.
 
 A segment grows along the graph's order from one call, and from a dimension of one of its operands. It ends in front of
-a call that reads one of its values and mixes rows, such as attention, and where later calls read only one of its
-values, which is no larger than its inputs, such as a residual stream.
+a call that reads one of its values and mixes rows, such as a convolution, in front of attention, and where later calls
+read only one of its values, which is no larger than its inputs, such as a residual stream.
+
+Each call of attention is a segment of its own, whose rows are heads: its backward sums gradients in temporary memory of
+the size of all its heads.
 """
 
 import operator
@@ -15,10 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import size_seen, statically_known_true
 from passes.graphs.aliases import storages
-from passes.graphs.node_facts import OPERATOR_OVERLOAD, may_write, tensors
-from passes.graphs.op_kinds import mutated_arguments
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, arguments_of, may_write, tensors
+from passes.graphs.op_kinds import mutated_arguments, op_name
 from passes.patterns.row_places import RowsPlace, shape_of
-from passes.patterns.row_wise import Operands, row_result
+from passes.patterns.row_wise import ATTENTION, Operands, row_operands, row_result
 
 _MOST_MEMBERS = 200
 _LEAST_SHARE = 4
@@ -44,6 +47,12 @@ class RowSegment:
     """Bytes of the values that nothing outside reads, counted once each."""
     edge_bytes: int = field(default=0, compare=False)
     """Bytes of the inputs and the outputs."""
+    most_tiles: int | None = None
+    """The most tiles that it is split into; None: as many as are asked for."""
+
+    def tiles(self, asked: int) -> int:
+        """Returns the number of tiles that it is split into where `asked` are asked for."""
+        return asked if self.most_tiles is None else min(asked, self.most_tiles)
 
     @property
     def name(self) -> str:
@@ -55,20 +64,23 @@ class RowSegment:
 
 
 def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collection[int]) -> tuple[RowSegment, ...]:
-    """Returns the segments of an operator graph that are worth running in `tiles` tiles, in its order; none overlap.
+    """Returns the segments of an operator graph that are worth running in `tiles` tiles, or in fewer where they are
+    attention with fewer heads; in its order. None overlap.
 
     Only calls that depend on a parameter are considered; `parameters` holds the positions of parameters among the
     graph's inputs."""
     finder = _Finder(graph_module.graph, tiles, parameters)
     found = list(finder.segments())
     largest = max((segment.inside_bytes for segment in found), default=0)
-    return tuple(
+    segments = [
         segment
         for segment in found
         if segment.inside_bytes * _LEAST_SHARE >= largest
         and segment.inside_bytes >= segment.edge_bytes * _LEAST_GAIN
         and segment.inside_bytes
-    )
+    ]
+    order = {call.name: number for number, call in enumerate(finder.calls)}
+    return tuple(sorted([*segments, *finder.attention()], key=lambda segment: order[segment.name]))
 
 
 def is_part(node: Node) -> bool:
@@ -109,6 +121,41 @@ class _Finder:
                 best = max(filter(None, grown), key=_Growth.preference)
                 self.taken.update(best.places)
                 yield best.segment()
+
+    def attention(self) -> Iterator[RowSegment]:
+        """Yields a segment for each call of attention that can run on some of its heads at a time. Its inner bytes are
+        those of the sums in which a fused kernel's backward has the queries' gradients."""
+        for call in self.calls:
+            if op_name(call) != ATTENTION or call not in self.trained or len(shape_of(call)) < 3:
+                continue
+            dim = len(shape_of(call)) - 3
+            arguments = arguments_of(call)
+            heads, shared = (shape_of(arguments[name])[dim] for name in ("query", "key"))
+            rows = heads if shared == 1 else shared
+            if not isinstance(rows, int) or not isinstance(heads, int) or heads % rows:
+                continue
+            place = RowsPlace(dim, 1, heads // rows)
+            tiles = max(number for number in range(1, min(rows, self.tiles) + 1) if not rows % number)
+            operands = row_operands(call, place)
+            if operands is None or tiles == 1 or not self.can_split(operands, rows) or not can_join(call, place):
+                continue
+            inputs = tuple((source.name, at) for source, at in operands if at is not None)
+            edges = sum(map(_bytes, (call, *(source for source, at in operands if at is not None))))
+            sums = int(size_seen(call.meta["val"].numel()) or 0) * torch.float32.itemsize
+            yield RowSegment(((call.name, place),), inputs, (call.name,), rows, sums, edges, tiles)
+
+    def can_split(self, operands: Operands, rows: Any) -> bool:
+        """Returns whether operands can be split into tiles of `rows` rows where they have rows."""
+        return all(place is None or self._can_split(source, place, rows) for source, place in operands)
+
+    def _can_split(self, source: Node, place: RowsPlace, rows: Any) -> bool:
+        value = source.meta.get("val")
+        return (
+            isinstance(value, torch.Tensor)
+            and statically_known_true(place.outer == 1)
+            and statically_known_true(value.shape[place.dim] == rows * place.inner)
+            and not self.is_written(source)
+        )
 
     def _starts(self, call: Node) -> Iterator[tuple[Node, RowsPlace]]:
         """Yields the dimensions of a call's operands, but for those of parameters, that may have the rows."""
@@ -155,7 +202,7 @@ class _Growth:
                 continue
             if not self._join(call) or self._is_narrow() or len(self.places) == _MOST_MEMBERS:
                 break
-        return self if self.places and all(map(self._can_join, self._outputs())) else None
+        return self if self.places and all(can_join(one, self.places[one]) for one in self._outputs()) else None
 
     def segment(self) -> RowSegment:
         """Returns the calls added so far as a `RowSegment`."""
@@ -172,6 +219,8 @@ class _Growth:
         if self.places:
             operand = next(source for source in call.all_input_nodes if source in self.places)
             place = self.places[operand]
+        if op_name(call) == ATTENTION:
+            return False
         found = row_result(call, operand, place)
         if found is None or call in self.finder.taken or self.finder.is_written(call) or not self._fits(found[1]):
             return False
@@ -200,18 +249,9 @@ class _Growth:
             if source in self.places or source in self.inputs:
                 if needed != (self.places.get(source) or self.inputs[source]):
                     return False
-            elif needed is not None and not self._can_split(source, needed):
+            elif not self.finder.can_split(((source, needed),), self.rows):
                 return False
         return True
-
-    def _can_split(self, source: Node, place: RowsPlace) -> bool:
-        value = source.meta.get("val")
-        return (
-            isinstance(value, torch.Tensor)
-            and statically_known_true(place.outer == 1)
-            and statically_known_true(value.shape[place.dim] == self.rows * place.inner)
-            and not self.finder.is_written(source)
-        )
 
     def _is_narrow(self) -> bool:
         """Returns whether all that later calls read of the segment is one value, no larger than its inputs."""
@@ -219,18 +259,19 @@ class _Growth:
         inputs = [_bytes(node) for node in self.inputs if node in self.finder.trained]
         return len(left) == 1 and left[0] not in self.inputs and bool(inputs) and _bytes(left[0]) <= max(inputs)
 
-    def _can_join(self, node: Node) -> bool:
-        """Returns whether a member's value can be put together from tiles: it is a tensor without gaps, and where a
-        dimension in front of the rows is merged with them, no other size is a symbol."""
-        value, place = node.meta.get("val"), self.places[node]
-        if not isinstance(value, torch.Tensor) or memory_order(value) is None:
-            return False
-        others = (*value.shape[: place.dim], *value.shape[place.dim + 1 :], place.inner)
-        return statically_known_true(place.outer == 1) or all(isinstance(size, int) for size in others)
-
     def _outputs(self) -> list[Node]:
         """Returns the roots that are read outside, in order."""
         return [node for node in self.places if self.root[node] is node and self.unread[node]]
+
+
+def can_join(node: Node, place: RowsPlace) -> bool:
+    """Returns whether a value with rows at `place` can be put together from tiles: it is a tensor without gaps, and
+    where a dimension in front of the rows is merged with them, no other size is a symbol."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or memory_order(value) is None:
+        return False
+    others = (*value.shape[: place.dim], *value.shape[place.dim + 1 :], place.inner)
+    return statically_known_true(place.outer == 1) or all(isinstance(size, int) for size in others)
 
 
 def _bytes(node: Node) -> int:

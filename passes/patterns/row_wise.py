@@ -19,6 +19,7 @@ from passes.graphs.op_kinds import broadcasts, op_name
 from passes.patterns.row_places import RESHAPES, RowsPlace, aligned_place, moved_place, shape_of
 
 aten = torch.ops.aten
+ATTENTION = "scaled_dot_product_attention"
 
 Operands: TypeAlias = tuple[tuple[Node, RowsPlace | None], ...]
 """The operands of a call, each with the place of the rows in it; None for one that every row reads as a whole."""
@@ -208,6 +209,24 @@ def _gather(node: Node, place: RowsPlace) -> Operands | None:
     return _sources(node, place, place, place) if place.dim not in _dims(node) and equal else None
 
 
+def _attention(node: Node, place: RowsPlace) -> Operands | None:
+    """Attention without dropout, where the rows are samples or heads; keys and values may have fewer heads."""
+    arguments = arguments_of(node)
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    dim = place.dim
+    if arguments["dropout_p"] or dim >= len(shape_of(node)) - 2 or len(shape_of(key)) != len(shape_of(query)):
+        return None
+    group = shape_of(query)[dim] // shape_of(key)[dim]
+    shared = aligned_place(node, key, place)
+    if shared is not None:
+        if not statically_known_true(place.inner % group == 0):
+            return None
+        shared = replace(shared, inner=place.inner // group)
+    mask = arguments.get("attn_mask")
+    masks = ((mask, aligned_place(node, mask, place)),) if isinstance(mask, Node) else ()
+    return ((query, place), (key, shared), (value, shared), *masks)
+
+
 _ELEMENTWISE = frozenset(
     {
         "to", "_to_copy", "contiguous", "clone", "alias", "detach", "dropout", "expand_as", "full_like", "ones_like",
@@ -241,4 +260,5 @@ _RULES: Mapping[str, Callable[[Node, RowsPlace], Operands | None]] = {
     **dict.fromkeys(("constant_pad_nd", "pad"), _pad),
     **dict.fromkeys(("tril", "triu"), _triangle),
     **dict.fromkeys(("gather", "scatter"), _gather),
+    ATTENTION: _attention,
 }  # fmt: skip

@@ -110,6 +110,41 @@ def test_rows_whose_number_is_a_symbol(name: str) -> None:
         assert_same_gradients(before.graph_module, after, inputs, 2e-2 if name == "low" else 1e-6)
 
 
+@pytest.mark.parametrize(("heads", "shared", "samples", "masked"), [
+    (8, 8, 2, ""), (8, 2, 2, "causal"), (6, 1, 1, "one mask"), (8, 4, 2, "each head"), (6, 3, 2, "for keys"),
+])  # fmt: skip
+def test_attention_in_tiles_of_heads(heads: int, shared: int, samples: int, masked: str) -> None:
+    """Keys and values may be shared by heads; in memory, heads lie behind tokens."""
+    torch.manual_seed(0)
+    weights = [(torch.randn(8, 4 * count) / 2).requires_grad_() for count in (heads, shared, shared)]
+    masks = {"one mask": (5, 5), "each head": (1, heads, 5, 5), "for keys": (samples, 1, 1, 5)}
+    mask = torch.randn(masks[masked]) if masked in masks else None
+
+    def form(x: Tensor, *matrices: Tensor) -> Tensor:
+        query, key, value = ((x @ one).view(samples, 5, -1, 4).transpose(1, 2) for one in matrices)
+        found = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=masked == "causal", scale=0.7, enable_gqa=heads > shared
+        )
+        return found.transpose(1, 2).flatten(2).square().sum()
+
+    before = capture_operators(form, torch.randn(samples, 5, 8), *weights)
+    (segment,) = segments(before.graph_module, 4)
+    assert segment.rows == (heads if shared == 1 else shared)
+    assert segment.tiles(4) == {6: 3, 8: min(4, shared)}[heads]
+    after = TileRows((segment,), 4)(before.graph_module)
+    calls = [node for node in after.graph.nodes if node.target == aten.scaled_dot_product_attention.default]
+    assert len(calls) == segment.tiles(4)
+    assert_same_gradients(before.graph_module, after, before.inputs, 1e-6)
+
+
+def test_attention_with_dropout_stays_whole() -> None:
+    def form(x: Tensor, weight: Tensor) -> Tensor:
+        query = (x @ weight).view(2, 5, 4, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, query, query, dropout_p=0.1)
+
+    assert segments(capture_operators(form, torch.randn(2, 5, 8), torch.randn(8, 16)).graph_module, 4) == ()
+
+
 def test_text() -> None:
     sketch = Sketch()
     x, weight, back = sketch.input("x", 6, 4), sketch.input("weight", 16, 4), sketch.input("back", 4, 16)
