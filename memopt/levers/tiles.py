@@ -31,11 +31,15 @@ class _Tile:
         return Decision(Pipeline(passes, label=LABEL), reasons, (self._note(segments),))
 
     def _note(self, segments: tuple[RowSegment, ...]) -> str:
-        largest = max(segments, key=lambda segment: segment.inside_bytes)
-        return (
-            f"{LABEL}: {len(segments)} segments in up to {self.tiles} tiles each, the largest from {largest} with "
-            f"{size(largest.inside_bytes)} inside; equal but for rounding, as gradients are summed in another order"
-        )
+        by_rows = [segment for segment in segments if segment.most_tiles is None]
+        parts = []
+        if by_rows:
+            largest = max(by_rows, key=lambda segment: segment.inside_bytes)
+            inside = f"{largest} with {size(largest.inside_bytes)} inside"
+            parts.append(f"{len(by_rows)} segments in {self.tiles} tiles each, the largest from {inside}")
+        if attention := len(segments) - len(by_rows):
+            parts.append(f"{attention} calls of attention on some of their heads at a time")
+        return f"{LABEL}: {'; '.join(parts)}; equal but for rounding, as gradients are summed in another order"
 
 
 TILES = Lever(

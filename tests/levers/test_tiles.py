@@ -40,6 +40,18 @@ def test_the_note_says_which_and_how_many() -> None:
     )
 
 
+def test_the_note_says_how_many_calls_of_attention() -> None:
+    sketch = Sketch()
+    x, weight = sketch.input("x", 2, 4, 16, 8), sketch.input("weight", 8, 8)
+    query = sketch.call(aten.matmul.default, x, weight)
+    attended = sketch.call(aten.scaled_dot_product_attention.default, query, query, query)
+    decision = _Tile(4)(OperatorGraph(sketch.returns(attended), frozenset({1})))
+    assert decision.notes == (
+        "tiles: 1 calls of attention on some of their heads at a time; equal but for rounding, as gradients are summed "
+        "in another order",
+    )
+
+
 def test_nothing_to_run_in_tiles() -> None:
     decision = _Tile(4)(mlp(attended=True))
     assert len(decision.pipeline) == 0
