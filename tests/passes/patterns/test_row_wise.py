@@ -129,6 +129,7 @@ KNOWN: list[tuple[Any, tuple[Any, ...], set[int]]] = [
     (aten.tril.default, (X,), {0}),
     (aten.gather.default, (X, 1, INDEX), {0, 2}),
     (aten.scatter.value, (X, 1, INDEX, 1.0), {0, 2}),
+    (aten.scaled_dot_product_attention.default, (X, X, X, numbers(6, 6)), {0}),
 ]
 
 
@@ -146,7 +147,7 @@ MIX = [
     (aten.embedding.default, (W, INDEX)),
     (aten.prelu.default, (numbers(2, 6, 6), numbers(6))),
     (aten.bucketize.Tensor, (X, numbers(6).sort().values)),
-    (aten.scaled_dot_product_attention.default, (X, X, X)),
+    (aten.scaled_dot_product_attention.default, (X, X, X, None, 0.5)),
     (aten.batch_norm.default, (X, None, None, None, None, True, 0.1, 1e-5, False)),
 ]
 
