@@ -26,6 +26,7 @@ from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, peak_above_lasting, returned_bytes
 from memopt.planning.plan import Plan
+from memopt.run.hosted import home_device
 from memopt.run.overlaps import Overlap, SeenOverlaps
 
 _TOLERANCE = 64
@@ -246,8 +247,8 @@ class Entry:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
-        return next(self.model.parameters()).device
+        """The device of the model, also where a parameter is stored on the host."""
+        return home_device(next(self.model.parameters()))
 
     @property
     def trained(self) -> bool:

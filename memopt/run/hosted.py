@@ -88,6 +88,12 @@ def on_device(model: nn.Module) -> Iterator[None]:
             parameter.data = home.host
 
 
+def home_device(parameter: nn.Parameter) -> torch.device:
+    """The device on which a parameter is computed with, also while it is stored on the host."""
+    home = _homes.get(parameter) if _homes else None
+    return parameter.device if home is None else home.shell.device
+
+
 def bring_back(model: nn.Module) -> None:
     """Move all parameters of a model that are stored on the host back to their device."""
     for parameter, home in _lying(model):

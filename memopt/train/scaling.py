@@ -16,6 +16,7 @@ from torch import nn
 
 from memopt.compat.host import is_on_host
 from memopt.compat.modules import nonfinite_flags, skips_on_device
+from memopt.run.hosted import home_device
 from memopt.run.session import session_of
 
 
@@ -158,7 +159,7 @@ def scaler_for(model: nn.Module, autocast: torch.dtype | None) -> torch.amp.Grad
     """A new scaler if the forward computes in fp16, where small gradients would vanish; else None."""
     planned = session_of(model)
     needed = autocast is torch.float16 or (planned is not None and planned.low is torch.float16)
-    return torch.amp.GradScaler(next(model.parameters()).device.type) if needed else None
+    return torch.amp.GradScaler(home_device(next(model.parameters())).type) if needed else None
 
 
 def check_scaler(scaler: Any) -> None:

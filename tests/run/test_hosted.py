@@ -1,0 +1,19 @@
+"""Frozen parameters that are stored on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from memopt.run.entry import Entry
+from memopt.run.hosted import _Home, _homes
+
+
+def test_the_bytes_of_the_device_are_counted_where_the_first_parameter_is_on_the_host() -> None:
+    model = nn.Linear(4, 4)
+    entry = Entry(model, 1)
+    assert entry.device.type == "cpu"
+    shell = torch.empty(4, 4, device="meta")
+    _homes[model.weight] = _Home(model.weight.data, shell)
+    assert entry.device == shell.device
+    del _homes[model.weight]
