@@ -127,7 +127,7 @@ class RegionTrace:
     aot: AotTrace | None = field(default=None, repr=False)
     """AOTAutograd's trace for the "aten" backend; inductor traces again when it compiles."""
     inputs: InputUse = field(default_factory=InputUse)
-    """What the region does with its inputs."""
+    """Which of its inputs the region writes to, and which it only reads."""
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -73,7 +73,7 @@ class JointGraphTraced(Exception):
 
 @dataclass(frozen=True)
 class InputUse:
-    """What AOTAutograd found a region to do with its inputs."""
+    """Which of its inputs a region writes to, and which it only reads, as AOTAutograd found it."""
 
     overwritten: frozenset[int] = frozenset()
     """The positions of the region's inputs to which AOTAutograd writes after the forward: inputs that require
@@ -84,7 +84,7 @@ class InputUse:
 
     @classmethod
     def of(cls, state: Any) -> InputUse:
-        """Of a region that AOTAutograd has traced, by the state of that trace."""
+        """From the state in which AOTAutograd keeps the trace of a region."""
         from torch._functorch._aot_autograd.schemas import OutputType
 
         metadata = state.fw_metadata
@@ -125,7 +125,7 @@ class AotTrace:
 
     @cached_property
     def inputs(self) -> InputUse:
-        """What the region does with its inputs."""
+        """Which of its inputs the region writes to, and which it only reads."""
         return InputUse.of(self.state)
 
     @property

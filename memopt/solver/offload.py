@@ -305,8 +305,10 @@ class OffloadPortfolio:
             return placer.place(nbytes, nothing, link.host_bytes) is not None
 
         for evaluations in self._larger.seeds(smallest):
+            if high == floor:
+                break
             placer = Placer(self._arrays, evaluations)
-            if floor < high and fits(high - 1):
+            if fits(high - 1):
                 high = floor + bisect_left(range(floor, high - 1), True, key=fits)
         return high
 

@@ -123,8 +123,8 @@ class _Finder:
                 yield best.segment()
 
     def attention(self) -> Iterator[RowSegment]:
-        """Yields a segment for each call of attention that can run on some of its heads at a time. Its inner bytes are
-        those of the sums in which a fused kernel's backward has the queries' gradients."""
+        """Yields a segment for each call of attention that can run on some of its heads at a time. What that saves is
+        temporary memory of a kernel, so that it has no bytes inside."""
         for call in self.calls:
             if op_name(call) != ATTENTION or call not in self.trained or len(shape_of(call)) < 3:
                 continue
@@ -140,9 +140,7 @@ class _Finder:
             if operands is None or tiles == 1 or not self.can_split(operands, rows) or not can_join(call, place):
                 continue
             inputs = tuple((source.name, at) for source, at in operands if at is not None)
-            edges = sum(map(_bytes, (call, *(source for source, at in operands if at is not None))))
-            sums = int(size_seen(call.meta["val"].numel()) or 0) * torch.float32.itemsize
-            yield RowSegment(((call.name, place),), inputs, (call.name,), rows, sums, edges, tiles)
+            yield RowSegment(((call.name, place),), inputs, (call.name,), rows, most_tiles=tiles)
 
     def can_split(self, operands: Operands, rows: Any) -> bool:
         """Returns whether operands can be split into tiles of `rows` rows where they have rows."""

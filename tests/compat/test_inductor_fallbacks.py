@@ -131,7 +131,7 @@ class Pooled(nn.Module):
 @pytest.mark.slow  # compiles a step
 @pytest.mark.parametrize("dimensions", [2, 3])
 def test_gradients_of_pools_with_windows_cut_at_the_end(dimensions: int) -> None:
-    """Of torch.compile they are wrong: its code divides by the whole window."""
+    """The gradients of torch.compile are wrong here: its code divides by the size of the whole window."""
     model, plain, x = Pooled(dimensions), Pooled(dimensions), torch.randn(2, 2, *[5] * dimensions)
     plain.load_state_dict(model.state_dict())
     memopt.optimize(model, 1.0, optimizer=None, precision="fp32", backend="inductor")
