@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import get_args
@@ -123,13 +122,6 @@ class _LargerBudgets:
         for plan in others:
             search.consider(f"{plan.method}, offloaded", plan.evaluations)
         return goes_on or search.best is not before
-
-    def seeds(self, plain: Solution) -> Iterator[Ints]:
-        """The evaluations of plans to bring below a budget by offloads: saving everything, `plain`, and the cuts of the
-        hull."""
-        yield self._save_all
-        yield to_array(plain.schedule)
-        yield from (plan.evaluations for plan in self._hull_plans)
 
     @property
     def _is_small(self) -> bool:
@@ -293,23 +285,19 @@ class OffloadPortfolio:
         return search.best.added_seconds <= bound + _CLOSE_ENOUGH * self._problem.seconds
 
     def _smallest_peak(self, link: Link) -> int:
-        """The smallest peak in bytes for which offloads can be placed, found by bisection. Saving everything comes
-        first: where the host has no room for all of it, plans that save less may do with fewer bytes."""
-        smallest, floor = self._portfolio.smallest(), transient_floor(self._problem)[0]
-        high = smallest.peak_bytes
+        """The smallest peak in bytes for which offloads can be placed, found by bisection."""
+        high, low = self._portfolio.smallest().peak_bytes, transient_floor(self._problem)[0]
         if link.bytes_per_second == 0:
             return high
+        seeds = [to_array(Schedule.save_all(self._problem)), to_array(self._portfolio.smallest().schedule)]
+        placers = [Placer(self._arrays, evaluations) for evaluations in seeds]
         nothing = np.zeros(len(self._problem.storages))
-
-        def fits(nbytes: int) -> bool:
-            return placer.place(nbytes, nothing, link.host_bytes) is not None
-
-        for evaluations in self._larger.seeds(smallest):
-            if high == floor:
-                break
-            placer = Placer(self._arrays, evaluations)
-            if fits(high - 1):
-                high = floor + bisect_left(range(floor, high - 1), True, key=fits)
+        while low < high:
+            middle = (low + high) // 2
+            if any(placer.place(middle, nothing, link.host_bytes) is not None for placer in placers):
+                high = middle
+            else:
+                low = middle + 1
         return high
 
     def _judged(self, plan: OffloadCandidate, budget_bytes: int, link: Link, bound: float) -> OffloadSolution:
