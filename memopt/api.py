@@ -30,8 +30,8 @@ from memopt.planning.options import (
     positive_int,
 )
 from memopt.planning.plan import Plan
-from memopt.run.hosted import bring_back
-from memopt.run.session import Session, session_of
+from memopt.run.hosted import move_back
+from memopt.run.session import Session, moved_to_inputs, session_of
 from memopt.run.status import Status, unwatch
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -80,7 +80,8 @@ def optimize(
             `wrap_optimizer`; "plain" lets a model that cannot be captured run without a plan.
         backend: "aten": planned graphs run as ATen operators, bitwise as in the plain model; "inductor": they are
             compiled by torch.compile's own backend, exact but for rounding, and the compiled code is checked against
-            the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere.
+            the budget before it runs; "auto" (default): "inductor" on CUDA, "aten" elsewhere and with
+            "offload_parameters".
         outputs: "loss" (default): of the outputs of a model that returns its loss, only the loss is differentiated.
             A scalar does not count as the loss if another output depends on parameters that the scalar does not
             depend on (a learned temperature, a commitment loss); all outputs are differentiated then. Other outputs,
@@ -120,17 +121,20 @@ def optimize(
     check_torch()
     budget_gb, note = free_budget(model) if budget_gb is None else (budget_gb, "")
     checked = check_options(budget_gb, **options)
-    bring_back(model)
-    session = Session(model, replace(checked, to_train=True, budget_note=note))
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(
             f"{named[0]!r} in allow changes the optimizer, so the plan has to be made before the optimizer is made: "
             f"give example_inputs, or leave {named[0]!r} out of allow"
         )
-    with session.from_captures(session_of(model)):
-        if example_inputs is not None:
-            session.plan(example_inputs)
-    remove(model)
+    earlier = session_of(model)
+    with moved_to_inputs(model, checked, example_inputs):
+        session = Session(model, replace(checked, to_train=True, budget_note=note))
+        with session.from_captures(earlier):
+            if example_inputs is not None:
+                session.plan(example_inputs)
+    unwatch(model)
+    if earlier is not None:
+        earlier.give_back()
     session.take_over()
     return model
 
@@ -320,6 +324,7 @@ def remove(model: Model) -> Model:
     session = session_of(model)
     if session is not None:
         session.give_back()
+        move_back(model)
     return model
 
 

@@ -43,7 +43,7 @@ class TrainingState:
     @classmethod
     def of(cls, model: nn.Module) -> TrainingState:
         """The current state of `model`. Buffers are copied to host memory; gradients are referenced, not copied."""
-        device = next(model.parameters()).device
+        device = _device_of(model)
         tables = ((module, dict(module._buffers)) for module in model.modules())
         return cls(
             model,
@@ -93,6 +93,12 @@ class TrainingState:
     def buffers_now(self) -> Tensors:
         """Copies of the model's current buffers in host memory, by buffer name."""
         return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """The device that a model is trained on. Frozen parameters may lie on the host; those that are trained do not."""
+    parameters = list(model.parameters())
+    return next((one for one in parameters if one.requires_grad), parameters[0]).device
 
 
 def _parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
@@ -308,7 +314,7 @@ class ForwardState:
         for number, tensor in enumerate(inputs):
             if _has_version(tensor):
                 found.append((tensor, on_host(tensor) if number in written else _set_aside(tensor)))
-        device = next(model.parameters()).device
+        device = _device_of(model)
         return cls(model, device, attributes, _Values.of(found), generator_states(device), histories_state(model))
 
     def can_be_undone(self) -> bool:
@@ -343,7 +349,7 @@ class CallState:
         so that a call that has written to one cannot be undone."""
         found = [(one, _set_aside(one) if copying else None) for one in _beside_parameters(model)]
         found += [(one, None) for one in inputs if _has_version(one)]
-        device = next(model.parameters()).device
+        device = _device_of(model)
         values = _Values.of(found).with_written(written_parameters(model))
         state = cls(weakref.ref(model), device, generator_states(device), values)
         cls._alive.add(state)

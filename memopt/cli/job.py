@@ -157,8 +157,6 @@ class Job:
         if self.host_gb is not None:
             options["host_gb"] = gigabytes("--host-gb", self.host_gb)
             options["allow"] = options.get("allow", _allowed("default,offload_parameters"))
-            if self.backend == "auto" and "offload_parameters" in options["allow"]:
-                options["backend"] = "aten"
         if self.loss is not None:
             options["loss_fn"] = named_function(self.loss)
         return cast("PlanOptions", options)

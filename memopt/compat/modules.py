@@ -30,6 +30,7 @@ from passes.compat import private, replaced
 # `Module.__call__` prefers to `_call_impl`. Pickling and `copy.deepcopy` leave it out.
 PRIVATE_NAMES = (
     *private("torch.nn", "Module._call_impl Module._compiled_call_impl"),
+    *private("torch.nn", "Module._apply", call="self, fn, recurse"),
     *private(
         "torch.nn",
         "Module._buffers Module._modules Module._parameters Module._forward_hooks Module._forward_pre_hooks",
@@ -220,6 +221,17 @@ class CurrentParts:
         """The values of `_tables` as they are now, in order. The contents of a new submodule are not among them: the
         submodule itself shows that the model has changed."""
         return list(chain.from_iterable([table.values() for table in self._tables if table]))
+
+
+def moves_as_modules_do(module: nn.Module) -> bool:
+    """Whether a module has no way of its own to move its tensors to another device, as recurrent layers have."""
+    return type(module)._apply is nn.Module._apply
+
+
+def apply_to_each(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply a function to each parameter, gradient and buffer in place, one after the other, as `nn.Module.to` does."""
+    for module in model.modules():
+        module._apply(change, recurse=False)  # type: ignore[no-untyped-call]
 
 
 def own_tp_plan(model: nn.Module) -> Any:

@@ -33,7 +33,7 @@ Backend: TypeAlias = Literal["auto", "aten", "inductor"]
 Outputs: TypeAlias = Literal["loss", "all", "loss_only"]
 """Which outputs are differentiated and held; "loss_only" is an older name of "loss"."""
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-"""The values of `backend`: "auto" is inductor on CUDA, plain operators elsewhere."""
+"""The values of `backend`: "auto" is inductor on CUDA, plain operators elsewhere and with "offload_parameters"."""
 OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
 
 
@@ -274,9 +274,12 @@ class Options:
 
     def backend_on(self, device_type: str) -> Literal["aten", "inductor"]:
         """The backend of plans for a device of that type, or for the card that `device` names: "auto" becomes
-        "inductor" on CUDA and "aten" elsewhere."""
-        planned_for = device_of(device_type) if self.hardware is None else device_of(hardware(self.hardware))
-        return planned_for.backend if self.backend == "auto" else self.backend
+        "inductor" on CUDA and "aten" elsewhere, and where parameters may lie on the host."""
+        if self.backend != "auto":
+            return self.backend
+        if OFFLOAD_PARAMETERS.name in self.allow:
+            return "aten"
+        return (device_of(device_type) if self.hardware is None else device_of(hardware(self.hardware))).backend
 
     def notes(self, device_type: str) -> tuple[str, ...]:
         """The notes of every plan and `BudgetError` under these options, for a device of that type."""

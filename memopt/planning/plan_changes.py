@@ -228,7 +228,7 @@ class _RegionChanges:
         for name, positions in backs.items():
             storage = self.value[name]
             maker = self.facts.nodes[name]
-            while maker.name not in self.index:  # an element of an operator's results
+            while maker.name not in self.index and maker.op != "placeholder":  # an element of an operator's results
                 maker = maker.all_input_nodes[0]
             yield self.facts.change(
                 OFFLOADED,

@@ -4,19 +4,26 @@ it is read.
 Between calls, such a parameter is a tensor on the host with its values: code that reads, saves or loads the model works
 with that. While the model is called, the parameter is a tensor on its device without memory, as when it was captured,
 and the step's graph is given the host tensor instead.
+
+A model that was built on the host and is called with inputs on a card moves there one tensor at a time, except for its
+frozen parameters: until they are planned, all of them are stored on the host (`move_to`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from memopt.capture.inputs import Call, replaced_tensors
+from memopt.compat.host import HOST
+from memopt.compat.modules import apply_to_each, moves_as_modules_do
 from memopt.compat.operators import RunningBy, schema_of, tree_map
 from memopt.planning.plan import Plan
 from passes.ops.offload_ops import bring, lend
@@ -32,10 +39,10 @@ class _Home:
     """A tensor on its device with the same layout, whose storage has 0 bytes."""
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Home:
-        """Move a parameter's values to the host. The parameter itself becomes a tensor on its device without memory."""
-        device = parameter.device
-        host = lend(parameter.data)
+    def of(cls, parameter: nn.Parameter, device: torch.device) -> _Home:
+        """Move a parameter's values to host memory from which they are copied to `device`. The parameter itself becomes
+        a tensor on that device without memory."""
+        host = lend(parameter.data, device)
         parameter.data = host  # frees the device's memory, which the shell briefly takes again
         shell = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         shell.untyped_storage().resize_(0)
@@ -51,6 +58,8 @@ class _Home:
 
 _homes: Any = WeakTensorKeyDictionary()
 """The `_Home` of each parameter of this process that is stored on the host."""
+_built_on_host: Any = WeakIdKeyDictionary()
+"""The models that `move_to` has moved to a device."""
 _called: list[nn.Module] = []
 """The models that are being called, outermost first."""
 
@@ -94,6 +103,49 @@ def home_device(parameter: nn.Parameter) -> torch.device:
     return parameter.device if home is None else home.shell.device
 
 
+def device_to_move_to(model: nn.Module, inputs: Iterable[Tensor]) -> torch.device | None:
+    """The device of the inputs of a call, where the model lies on the host as a whole and the inputs do not."""
+    if any(parameter.device.type != HOST.type or parameter in _homes for parameter in model.parameters()):
+        return None
+    return next((one.device for one in inputs if one.device.type not in (HOST.type, "meta")), None)
+
+
+def move_to(model: nn.Module, device: torch.device) -> None:
+    """Move a model that was built on the host to a device, as `model.to` does, but with its frozen parameters stored on
+    the host. Those in modules with a way of their own to move, as of quantised layers, move as well."""
+    stay: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if moves_as_modules_do(module):
+            own = [one for one in module._parameters.values() if type(one) is nn.Parameter]
+            stay |= {id(one): one for one in own if not one.requires_grad and one.numel() > 0}
+    addresses = Counter(one.untyped_storage().data_ptr() for one in model.parameters())
+    stay = {key: one for key, one in stay.items() if addresses[one.untyped_storage().data_ptr()] == 1}
+    apply_to_each(model, lambda tensor: tensor if id(tensor) in stay else tensor.to(device))
+    for parameter in stay.values():
+        _homes[parameter] = home = _Home.of(parameter, device)
+        parameter.data = home.host
+    _built_on_host[model] = True
+
+
+def move_back(model: nn.Module) -> None:
+    """Move a model to where it was built: to the host if `move_to` moved it, else to its device."""
+    if _built_on_host.pop(model, False):
+        for parameter, _ in _lying(model):
+            del _homes[parameter]
+        apply_to_each(model, lambda tensor: tensor.to(HOST))
+    else:
+        bring_back(model)
+
+
+def with_inputs_there(model: nn.Module, call: Call) -> Call:
+    """A call with its tensors on the device of a model parameters of which are stored on the host: code that asks such
+    a model for its device, as `generate` does, puts tensors on the host."""
+    if not _homes or not (there := _lying(model)):
+        return call
+    device = there[0][1].shell.device
+    return replaced_tensors(call, lambda tensor: tensor.to(device) if tensor.dim() > 0 else tensor)
+
+
 def bring_back(model: nn.Module) -> None:
     """Move all parameters of a model that are stored on the host back to their device."""
     for parameter, home in _lying(model):
@@ -110,7 +162,7 @@ def place(model: nn.Module, plan: Plan) -> None:
     there = {id(parameter): home for parameter, home in _lying(model)}
     for parameter in model.parameters():
         if id(parameter) in parameters and id(parameter) not in there:
-            _homes[parameter] = home = _Home.of(parameter)
+            _homes[parameter] = home = _Home.of(parameter, parameter.device)
             parameter.data = home.host
         elif id(parameter) in there and id(parameter) not in parameters:
             there[id(parameter)].bring_back(parameter)
@@ -127,7 +179,7 @@ def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
         home = _homes.get(value) if isinstance(value, nn.Parameter) else None
         if number in hosted:
             if home is None:
-                home = _homes[value] = _Home.of(value)
+                home = _homes[value] = _Home.of(value, value.device)
             value = home.host
         elif home is not None:
             home.bring_back(value)

@@ -41,6 +41,7 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
 from memopt.levers import Lever
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.planning.job_key import terms_of
 from memopt.planning.largest import estimated_bytes
 from memopt.planning.options import Options
@@ -49,7 +50,16 @@ from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import Choice
-from memopt.run.hosted import bring_back, on_device, place, plainly
+from memopt.run.hosted import (
+    bring_back,
+    device_to_move_to,
+    move_back,
+    move_to,
+    on_device,
+    place,
+    plainly,
+    with_inputs_there,
+)
 from memopt.run.ledger import Moment
 from memopt.run.longer_paths import LongerPath
 from memopt.run.pending import PendingForward
@@ -75,8 +85,9 @@ class Session:
     module's state, so copies and pickles of the model are plain models."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
-        check_model(model)
         self.model, self.options = unwrapped(model), options
+        with on_device(self.model):
+            check_model(model)
         self.own_call = _own_call(self.model)
         self.watch = UnplannedWatch(self.model, self)
         self.parallel = DataParallel(self.model, model if isinstance(model, DistributedDataParallel) else None)
@@ -122,6 +133,13 @@ class Session:
 
     def _run(self, calls: TrainingCalls, call: Call) -> Any:
         """Run a call: as a training call where it is one; in eval mode, where that is refused, as the plain model."""
+        if self.status.state is State.NEW and (device := _device_to_move_to(self.model, self.options, call)):
+            move_to(self.model, device)
+            moved = Session(self.model, self.options)  # plans depend on the device
+            self.give_back()
+            moved.take_over()
+            return moved._run(moved.kinds[self.kinds.index(calls)], call)
+        call = with_inputs_there(self.model, call)
         training = self.model.training
         may_train = torch.is_grad_enabled() and (training or _is_differentiated(call))  # others wait for no thread
         with self._in_turn() if may_train else nullcontext():
@@ -570,7 +588,8 @@ class Session:
         """The kind of training calls that example inputs are for, and the call with these inputs."""
         calls = self.kinds[-1]
         call = batch_call(example_inputs, calls.loss_fn)
-        check_device(call, self.model, meta_allowed=True)
+        with on_device(self.model):
+            check_device(call, self.model, meta_allowed=True)
         return calls, call
 
     @contextmanager
@@ -619,8 +638,7 @@ class Session:
         self.watch.begin()
 
     def give_back(self) -> None:
-        """Restore the model's own call, and move parameters on the host back to their device."""
-        bring_back(self.model)
+        """Restore the model's own call."""
         self.share.leave()
         self.watch.end()
         self.resharding.restore()
@@ -665,6 +683,27 @@ class Session:
     def in_use(self) -> Plan | None:
         """The plan by which the latest call ran; None if it ran plain. No plan is made for this."""
         return None if self.status.state is State.PLAIN else self.status.plan
+
+
+@contextmanager
+def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> Iterator[None]:
+    """A block in which a model that was built on the host is on the device of the example inputs, if `allow` lets its
+    frozen parameters stay on the host ("offload_parameters"). It moves back if the block fails."""
+    call = ((), {}) if example_inputs is None else batch_call(example_inputs, options.loss_fn)
+    device = _device_to_move_to(unwrapped(model), options, call)
+    if device is not None:
+        move_to(model, device)
+    try:
+        yield
+    except BaseException:
+        if device is not None:
+            move_back(model)
+        raise
+
+
+def _device_to_move_to(model: nn.Module, options: Options, call: Call) -> torch.device | None:
+    wanted = OFFLOAD_PARAMETERS in options.levers
+    return device_to_move_to(model, tensors_in(call)) if wanted else None
 
 
 def session_of(model: nn.Module) -> Session | None:

@@ -70,10 +70,11 @@ class _LargerBudgets:
     def _seeds(self, search: OffloadSearch, plain: Solution | None) -> list[Candidate]:
         """The plans without offloads to start from: those of the hull and, last, `plain` or the smallest.
 
-        If `plain` is None, each of them is also offered to `search`, with offloads.
+        If `plain` is None, or does without the storages at home, each of them is also offered to `search`, with
+        offloads.
         """
         seeds = [*self._hull_plans, _as_candidate(self._arrays, plain or self._portfolio.smallest())]
-        for plan in seeds if plain is None else ():
+        for plan in seeds if plain is None or self._problem.home_bytes else ():
             search.consider(f"{plan.method}, offloaded", plan.evaluations)
         return seeds
 

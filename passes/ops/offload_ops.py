@@ -171,12 +171,12 @@ def _copy_out(value: Tensor) -> Tensor:
     return flat.as_strided(value.shape, value.stride())
 
 
-def lend(value: Tensor) -> Tensor:
+def lend(value: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of a value in host memory, which may stay there for many steps.
 
-    `bring` and `COPY_BACK` copy it to the device."""
+    `bring` and `COPY_BACK` copy it to `device`."""
     span = _span(value)
-    leased, _ = host_memory(value.device.type).lease(span * value.element_size())
+    leased, _ = host_memory(device.type).lease(span * value.element_size())
     flat = leased.view(value.dtype)
     flat.copy_(value.as_strided((span,), (1,), value.storage_offset()))
     return flat.as_strided(value.shape, value.stride())

@@ -155,7 +155,7 @@ def test_lora_freezes_the_model_and_adapts_its_linear_layers() -> None:
 
 def test_host_memory_lets_frozen_parameters_leave_the_card() -> None:
     options = Job("llama", host_gb="64").options()
-    assert (options["host_gb"], options["backend"]) == (64, "aten")
+    assert (options["host_gb"], options["backend"]) == (64, "auto")
     assert options["allow"] == DEFAULT_LEVERS | {"offload_parameters"}
     told = Job("llama", host_gb="64", allow="recompute").options()
     assert (told["allow"], told["backend"]) == ({"recompute"}, "auto")

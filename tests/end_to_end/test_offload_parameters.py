@@ -104,6 +104,15 @@ def test_without_the_lever_it_does_not_fit() -> None:
     assert "offload_parameters" in str(refused.value)
 
 
+def test_the_changes_of_a_plan_name_what_is_copied_to_the_device() -> None:
+    plan = memopt.plan(gpt2(), GPT2.between(0.1), batch(), **options())
+    (hosted,) = {region.hosted for region in plan.regions}
+    assert hosted
+    brought = {change.op for change in plan.diff().changes if change.kind == "offloaded"}
+    names = [node.name for node in plan.captured.regions[0].module.graph.nodes]  # type: ignore[union-attr]
+    assert brought & {names[number] for number in hosted}
+
+
 def test_a_budget_below_the_smallest_is_refused() -> None:
     budget_gb = GPT2.between(0.0)
     with pytest.raises(memopt.BudgetError) as refused:

@@ -153,4 +153,5 @@ def test_parameters_on_the_host_through_inductor_are_said_not_to_be() -> None:
     (said,) = check_options(1.0, allow=allow, backend="inductor").notes("cpu")
     assert said.startswith("'offload_parameters' was not used")
     assert check_options(1.0, allow=allow, backend="aten").notes("cpu") == ()
+    assert check_options(1.0, allow=allow).backend_on("cuda") == "aten"
     assert check_options(1.0, allow={"recompute"}, backend="inductor").notes("cpu") == ()

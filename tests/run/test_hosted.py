@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from memopt.run.entry import Entry
-from memopt.run.hosted import _Home, _homes
+from memopt.run.hosted import _Home, _homes, device_to_move_to
 
 
 def test_the_bytes_of_the_device_are_counted_where_the_first_parameter_is_on_the_host() -> None:
@@ -17,3 +17,8 @@ def test_the_bytes_of_the_device_are_counted_where_the_first_parameter_is_on_the
     _homes[model.weight] = _Home(model.weight.data, shell)
     assert entry.device == shell.device
     del _homes[model.weight]
+
+
+def test_a_model_moves_where_its_inputs_lie_on_another_device_than_the_host() -> None:
+    model = nn.Linear(2, 2)
+    assert device_to_move_to(model, [torch.empty(2), torch.empty(2, device="meta")]) is None
