@@ -198,8 +198,9 @@ class Entry:
     that were counted, and of those that ran more."""
     graph: Retention = FREED
     """What backwards were seen to keep of their graphs at most (`retain_graph`), for which plain steps are counted."""
-    seen_until_backward: bool = False
-    """Whether the device was searched in a backward for tensors that appeared since its forward."""
+    seen_until_backward: int = 0
+    """How many backwards through one forward were seen: the device was searched when each began, for tensors that
+    appeared since the forward."""
     begun: int = 0
     """The number of planned forwards that have begun."""
     number: int = 0
