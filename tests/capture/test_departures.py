@@ -51,6 +51,7 @@ CALLS = [
     (lambda x: x.sin().masked_fill_(x > 0, x.sum()), "masked_fill"),
     (lambda x: x.masked_fill(x > 0, 0.0), ""),
     (torch.sin, ""),
+    (lambda x: nn.GRUCell(3, 3)(x, x), "gru_cell"),
     (lambda x: checkpoint(lambda y: y.sin() @ y.mT, x, use_reentrant=False), MOVED),
     (lambda x: checkpoint(lambda y: y.sin() @ y.transpose(0, 1), x, use_reentrant=False), ""),
 ]
