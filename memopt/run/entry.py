@@ -81,6 +81,9 @@ class _Forward(Waiting, Protocol):
     judged: bool
     """Whether its backward is refused where it would exceed the budget."""
 
+    def hidden_bytes(self) -> int:
+        """The bytes that it holds in tensors that a search of the device finds elsewhere."""
+
     def after_backward(self) -> None:
         """Mark the forward as done."""
 

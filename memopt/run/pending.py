@@ -123,6 +123,8 @@ class PendingForward:
     """The values that are held until an optimizer has stepped."""
     backwards: int = 0
     """The number of backwards through this forward that have begun."""
+    packed: bool = False
+    """Whether the caller's hooks (`torch.autograd.graph.saved_tensors_hooks`) have its saved tensors."""
     _backward: int = -1
     _beside_plan: int = -1
     """The number of the backward that is not checked against the plan; -1 for none."""
@@ -146,7 +148,7 @@ class PendingForward:
         for node in [node for found in nodes for node in python_nodes(found)]:
             self.nodes.append(weakref.ref(node))
             if note_packed(node):
-                self.second_run = None
+                self.second_run, self.packed = None, True
                 continue
             node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
         return outputs
@@ -175,6 +177,10 @@ class PendingForward:
         if self.first_node is not None:
             nodes = nodes_since(nodes, self.first_node)
         return [tensor for node in nodes for tensor in saved_by(node)]
+
+    def hidden_bytes(self) -> int:
+        """The bytes that it holds in tensors of the caller's hooks, which a search of the device finds elsewhere."""
+        return max(0, self.held_bytes - sum(one.nbytes for one in self.outputs)) if self.packed else 0
 
     def free_saved(self) -> int:
         """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes

@@ -297,6 +297,7 @@ class Share:
             addresses=lambda: ledger.addresses(self.entry),
             bucket_bytes=bucket_bytes,
             buckets=buckets,
+            hidden_bytes=sum(one.hidden_bytes() for entry in ledger.entries for one in entry.waiting()),
         )
 
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
