@@ -240,8 +240,8 @@ class Entry:
     the next forward begins."""
     _warned_bytes: int = 0
     """The most bytes that a step needs which went on beyond the budget with a warning."""
-    _versions: int | None = None
-    """The sum of the versions of all parameters at the first call; None before it."""
+    _versions: dict[int, int] | None = None
+    """The versions of all parameters at the first call, by the `id` of each; None before it."""
     _group: int = 0
     _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """The sizes of earlier groups."""
@@ -263,10 +263,14 @@ class Entry:
     def stepped(self) -> bool:
         """Whether a parameter has been written to since the model's first call: from then on an error loses training
         progress."""
-        return self._versions != self._versions_now()
+        now = self._versions_now()
+        if all(isinstance(one, nn.Parameter) for one in self.model.parameters()):
+            return self._versions != now
+        known = self._versions or {}  # `functional_call` has put other tensors in their place
+        return any(now.get(key, version) != version for key, version in known.items())
 
-    def _versions_now(self) -> int:
-        return sum([parameter._version for parameter in self.model.parameters() if not parameter.is_inference()])
+    def _versions_now(self) -> dict[int, int]:
+        return {id(one): one._version for one in self.model.parameters() if not one.is_inference()}
 
     def warn_beyond(self, refused: BudgetError) -> None:
         """Warn of a step that goes on beyond the budget, instead of raising `refused`; again where one needs more than

@@ -272,8 +272,9 @@ class PlainCalls:
         if fitting.fits(moment):
             return True
         if goes_on := self._goes_on(fitting):
-            budget = self.planner.terms.options.budget_bytes
+            budget, held = self.planner.terms.options.budget_bytes, fitting.step.held_bytes
             needed = budget - fitting.room_bytes + moment.known_elsewhere(fitting.account)
+            needed = max(budget, needed + moment.reserved_bytes(held)) + max(0, held - (moment.spare_bytes or held))
             self.entry.warn_beyond(BudgetError(budget, needed, CREATED, least=False))
         return goes_on
 

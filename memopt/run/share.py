@@ -345,7 +345,7 @@ class Share:
         lacking = wanted - self._room_beside(call) if waiting else 0
         if lacking > 0 and lacking > self._state_to_come(plan, call):
             alone = plan.smallest_bytes() - plan.account.other_forwards
-            works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking)
+            works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking + self.entry.notable_bytes)
             raise self._refusal(works, plan.account.elsewhere)
         if waiting and situation.for_other_models is not None:
             earlier = [one.held_bytes for one in (*self.entry.waiting(), *self.entry.plain_waiting())]
