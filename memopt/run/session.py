@@ -680,9 +680,9 @@ def session_of(model: nn.Module) -> Session | None:
 
 @contextmanager
 def _quiet(parts: Parts) -> Iterator[None]:
-    """A block without torch's warnings of the `.grad` of tensors that are no leaves, if `torch.func.functional_call` has
-    put such tensors in the place of parameters."""
-    if all([one.is_leaf for one in parts.parameters]):
+    """A block without torch's warnings of the `.grad` of tensors that are no leaves, if `torch.func.functional_call`
+    has put such tensors in the place of parameters."""
+    if all(one.is_leaf for one in parts.parameters):
         yield
         return
     with warnings.catch_warnings():
