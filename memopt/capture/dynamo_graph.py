@@ -148,9 +148,12 @@ def _replaced(node: fx.Node, number: float, used: fx.Node) -> fx.Node | float:
     return number if used is node else used
 
 
+_OUT_OF_PLACE = "its gates are computed out of place, which rounds in another way"
+
 DEPARTURES: Mapping[str, str] = {
     "lstm": "it runs as the operators of its cells, while oneDNN's single operator sums in another order",
-    "gru": "its gates are computed out of place, which rounds in another way",
+    "gru": _OUT_OF_PLACE,
+    "gru_cell": _OUT_OF_PLACE,
     "prod": "eager mode chooses the formula of its gradient by whether a factor is zero",
     "masked_fill": "the gradient of its argument value, if that is a tensor, is summed in another order",
     "bernoulli_": "for a tensor that is not contiguous it draws random numbers in another order",

@@ -81,6 +81,9 @@ class _Forward(Waiting, Protocol):
     judged: bool
     """Whether its backward is refused where it would exceed the budget."""
 
+    def hidden_bytes(self) -> int:
+        """The bytes that it holds in tensors that a search of the device finds elsewhere."""
+
     def after_backward(self) -> None:
         """Mark the forward as done."""
 
@@ -198,8 +201,9 @@ class Entry:
     that were counted, and of those that ran more."""
     graph: Retention = FREED
     """What backwards were seen to keep of their graphs at most (`retain_graph`), for which plain steps are counted."""
-    seen_until_backward: bool = False
-    """Whether the device was searched in a backward for tensors that appeared since its forward."""
+    seen_until_backward: int = 0
+    """How many backwards through one forward were seen: the device was searched when each began, for tensors that
+    appeared since the forward."""
     begun: int = 0
     """The number of planned forwards that have begun."""
     number: int = 0
@@ -236,8 +240,8 @@ class Entry:
     the next forward begins."""
     _warned_bytes: int = 0
     """The most bytes that a step needs which went on beyond the budget with a warning."""
-    _versions: int | None = None
-    """The sum of the versions of all parameters at the first call; None before it."""
+    _versions: dict[int, int] | None = None
+    """The versions of all parameters at the first call, by the `id` of each; None before it."""
     _group: int = 0
     _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """The sizes of earlier groups."""
@@ -259,10 +263,14 @@ class Entry:
     def stepped(self) -> bool:
         """Whether a parameter has been written to since the model's first call: from then on an error loses training
         progress."""
-        return self._versions != self._versions_now()
+        now = self._versions_now()
+        if all(isinstance(one, nn.Parameter) for one in self.model.parameters()):
+            return self._versions != now
+        known = self._versions or {}  # `functional_call` has put other tensors in their place
+        return any(now.get(key, version) != version for key, version in known.items())
 
-    def _versions_now(self) -> int:
-        return sum([parameter._version for parameter in self.model.parameters() if not parameter.is_inference()])
+    def _versions_now(self) -> dict[int, int]:
+        return {id(one): one._version for one in self.model.parameters() if not one.is_inference()}
 
     def warn_beyond(self, refused: BudgetError) -> None:
         """Warn of a step that goes on beyond the budget, instead of raising `refused`; again where one needs more than

@@ -85,6 +85,8 @@ class Moment:
     kept_outputs: int = 0
     """Bytes of the previous forward's outputs that the caller still holds when this one begins, as with `out =
     model(batch)` in a loop: they are freed only after this one returns."""
+    hidden_bytes: int = 0
+    """The bytes of waiting forwards that a search of the device finds elsewhere."""
     closely: bool = False
     """Whether the device is searched however long that takes; no call is refused without that."""
 
@@ -275,7 +277,8 @@ class Moment:
         return self._beside(replace(self.entry.found, other=self._ledger.latest_elsewhere(self)), account)
 
     def _beside(self, found: Elsewhere, account: Account) -> int:
-        return found.beside(account) + self._later(found.other) + self.lasting_bytes
+        elsewhere = max(0, found.beside(account) - self.hidden_bytes)
+        return elsewhere + self._later(found.other) + self.lasting_bytes
 
 
 class Ledger(ModelsOnDevice):

@@ -95,12 +95,14 @@ def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room
 
 def breadth(model: nn.Module) -> float:
     """A number roughly proportional to the activations of a model, for guesses before its first forward: the sum of the
-    widths of its layers; a layer without parameters counts as wide as the one before."""
-    widths, width = 0.0, 1.0
+    widths of its layers; a layer without parameters counts as wide as the one before. Where there are convolutions, no
+    layer counts as wider than the widest of these: it has no such number of positions."""
+    widths, width, channels = [], 1.0, 0.0
     for module in model.modules():
         if next(module.children(), None) is None:
             shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
             found = [shape[:2].numel() ** (0.5 if len(shape) > 1 else 1.0) for shape in shapes]
             width = max(found, default=width)
-            widths += width
-    return max(1.0, widths)
+            widths.append(width)
+            channels = max(channels, width if any(len(shape) > 2 for shape in shapes) else 0.0)
+    return max(1.0, sum(min(one, channels or one) for one in widths))

@@ -121,6 +121,10 @@ class PendingForward:
     """The values that free memory when the backward begins."""
     _held: list[Releasable] = field(default_factory=list)
     """The values that are held until an optimizer has stepped."""
+    backwards: int = 0
+    """The number of backwards through this forward that have begun."""
+    packed: bool = False
+    """Whether the caller's hooks (`torch.autograd.graph.saved_tensors_hooks`) have its saved tensors."""
     _backward: int = -1
     _beside_plan: int = -1
     """The number of the backward that is not checked against the plan; -1 for none."""
@@ -144,7 +148,7 @@ class PendingForward:
         for node in [node for found in nodes for node in python_nodes(found)]:
             self.nodes.append(weakref.ref(node))
             if note_packed(node):
-                self.second_run = None
+                self.second_run, self.packed = None, True
                 continue
             node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
         return outputs
@@ -173,6 +177,10 @@ class PendingForward:
         if self.first_node is not None:
             nodes = nodes_since(nodes, self.first_node)
         return [tensor for node in nodes for tensor in saved_by(node)]
+
+    def hidden_bytes(self) -> int:
+        """The bytes that it holds in tensors of the caller's hooks, which a search of the device finds elsewhere."""
+        return max(0, self.held_bytes - sum(one.nbytes for one in self.outputs)) if self.packed else 0
 
     def free_saved(self) -> int:
         """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes
@@ -229,11 +237,14 @@ class PendingForward:
             self._refuse(BudgetError(self.plan.budget_bytes, roomy, reason, least=False))
         if not begins:  # gradients for further regions exist now, which the plan counts
             return
-        ledger = Ledger.of(self.entry)
-        if ledger.fits_as_before(self.entry, self.plan, needed):
+        self.backwards += 1
+        ledger, unseen = Ledger.of(self.entry), self.backwards > self.entry.seen_until_backward
+        if not unseen and ledger.fits_as_before(self.entry, self.plan, needed):
             return
         moment = self.moment_of(self, gradients)
-        if not self.entry.seen_until_backward and self.plan.account.tolerance:
+        if self.backwards > 1:  # other things are allocated than when the first one begins
+            moment = replace(moment, kind=(moment.kind, self.backwards))
+        if unseen and self.plan.account.tolerance:
             self._see_what_appeared(replace(moment, closely=True))
         room = self.plan.budget_bytes - needed + self.plan.account.elsewhere
         room += self.plan.account.tolerance
@@ -246,16 +257,19 @@ class PendingForward:
         ledger.note_fits(self.entry, self.plan, needed)
 
     def _see_what_appeared(self, moment: Moment) -> None:
-        """Record, in the first backward, the bytes that have appeared elsewhere since the forward, without forwards of
-        other models: the next forward is planned with these."""
+        """Record, in the first backward and in each further one through the same forward, the bytes that have appeared
+        elsewhere since the forward, without forwards of other models: the next forward is planned with these. Before
+        a further backward they are mostly gradients that the caller keeps (`torch.autograd.grad`)."""
         ledger, known = Ledger.of(self.entry), moment.addresses()
         appeared = moment.elsewhere_beside(self.plan.account) - self.plan.account.elsewhere - ledger.begun_since(self)
         appeared -= sum(one.nbytes for one in self.copies if one.address not in known)  # later forwards make none
+        if self.backwards > 1 and not self.plan.account.gradients_held:
+            appeared += beside_gradients(self.entry)
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
             if not ledger.others_training(self.entry):  # their bytes change from call to call
                 self.entry.reached_bytes = self.entry.found.other
-        self.entry.seen_until_backward = True
+        self.entry.seen_until_backward = self.backwards
 
     def _elsewhere_now(self, gradients: Sequence[object]) -> int:
         """The bytes elsewhere, as a search of the device finds them."""
@@ -270,13 +284,18 @@ class PendingForward:
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
         """The bytes that a backward may use in place of optimizer state that does not exist yet: tensors that appear
-        before the first backward are planned for only from the second step on."""
+        before the first backward are planned for only from the second step on. 0 before a further backward through the
+        same forward: later steps hold what appeared before it beside that state."""
+        if self.backwards > 1:
+            return 0
         outputs = sum(one.nbytes for one in self.outputs)
         copied = sum(one.nbytes for one in self.copies)
         return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - copied)
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
-        self.entry.later_bytes = max(self.entry.later_bytes, elsewhere_bytes - self.plan.account.elsewhere)
+        appeared = elsewhere_bytes - self.plan.account.elsewhere
+        elsewhere_bytes += to_follow(self.entry, appeared, self.backwards)
+        self.entry.later_bytes = max(self.entry.later_bytes, appeared)
         self.entry.reached_bytes = None
         # At a budget with room for these and nothing recomputed, the first step fits, too.
         lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
@@ -286,7 +305,8 @@ class PendingForward:
         foreseen = self.entry.later_bytes <= staying(guessed)  # the first plan then leaves room for it
         works = lacking if foreseen or ledger.others_training(self.entry) else max(lacking, plain)
         if works > lacking:
-            works = max(lacking, self.runs_plain_from(elsewhere_bytes, works) or works)
+            most = works + works // _MARGIN_OF_COUNTS
+            works = max(lacking, self.runs_plain_from(elsewhere_bytes, most) or works)
         reason = (
             f"{size(elsewhere_bytes)} of tensors outside of this step (elsewhere), of which "
             f"{size(self.entry.later_bytes)} appeared between the forward and its backward"
@@ -517,12 +537,17 @@ class PlainForward:
     check_graph: Callable[[PlainForward, Retention, bool], None]
     """Called with this forward, how its backwards keep its graph (the one that begins now included), and whether the
     last backward begins, which frees the graph. Raises `BudgetError` where the budget has no room for that."""
+    check_appeared: Callable[[PlainForward, int], None]
+    """Called with this forward, when a further backward through it begins, and the number of those that have begun.
+    Raises `BudgetError` where the budget has no room for what appeared since the forward."""
     second_run: PlainSecondRun | None = None
     """The means to compute its saved values a second time; None where that is not possible."""
     graph: Retention = FREED
     """How its backwards so far have kept its graph."""
     freed: bool = False
     """Whether a backward has begun that frees its graph."""
+    _backwards: set[int] = field(default_factory=set)
+    """The numbers of the backwards through it that have begun."""
     _derives: bool = False
     """Whether a backward is running whose gradients have a graph of their own."""
     _freed_bytes: int = 0
@@ -554,6 +579,9 @@ class PlainForward:
         """Mark the forward as no longer waiting; called when a backward through any of its outputs begins. Raises
         `BudgetError` where that backward retains its graph and thereby exceeds the budget."""
         UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
+        self._backwards.add(current_backward())
+        if len(self._backwards) > max(1, self.entry.seen_until_backward):
+            self.check_appeared(self, len(self._backwards))
         if retains_graph():
             self.graph |= KEPT
             self.check_graph(self, self.graph, False)
@@ -587,6 +615,23 @@ class PlainForward:
             nodes: set[Any] = {one.grad_fn for one in found if one is not None and one.grad_fn is not None}
             for node in nodes:
                 node.metadata[WAITS] = [*node.metadata.get(WAITS, ()), self]
+
+
+def to_follow(entry: Entry, appeared: int, backwards: int) -> int:
+    """The bytes that are expected to appear in later backwards through the forward whose backward runs, and in later
+    steps, if `appeared` bytes have before its latest one of `backwards`. The one after the second may be the last,
+    which frees more than appears before it."""
+    if backwards < 2:
+        return 0
+    again = appeared // (backwards - 1) if keeps_graph() and backwards > 2 else 0
+    return beside_gradients(entry) + again + entry.notable_bytes
+
+
+def beside_gradients(entry: Entry) -> int:
+    """The bytes of the gradients that the running backward returns to the caller (`torch.autograd.grad`), who makes
+    those in `.grad` of them, which may still be there in the next step; 0 for a backward that accumulates."""
+    trained = [one for one in entry.model.parameters() if one.requires_grad]
+    return distinct_bytes(trained) if trained and fate_of_gradient(trained[0]) is Fate.RETURNED else 0
 
 
 def retained_peak(plan: Plan, schedule: Schedule) -> int:

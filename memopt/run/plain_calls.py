@@ -42,7 +42,7 @@ from memopt.run.entry import WORTHWHILE, Entry
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.longer_paths import LongerPath, ends_beyond
 from memopt.run.overlaps import Alone
-from memopt.run.pending import CREATED, RETAINED, WAITS, WORTH_NAMING, PlainForward
+from memopt.run.pending import CREATED, RETAINED, WAITS, WORTH_NAMING, PlainForward, beside_gradients, to_follow
 from memopt.run.road import Road
 from memopt.run.safety_net import tighter
 from memopt.run.second_run import PlainSecondRun
@@ -272,8 +272,9 @@ class PlainCalls:
         if fitting.fits(moment):
             return True
         if goes_on := self._goes_on(fitting):
-            budget = self.planner.terms.options.budget_bytes
+            budget, held = self.planner.terms.options.budget_bytes, fitting.step.held_bytes
             needed = budget - fitting.room_bytes + moment.known_elsewhere(fitting.account)
+            needed = max(budget, needed + moment.reserved_bytes(held)) + max(0, held - (moment.spare_bytes or held))
             self.entry.warn_beyond(BudgetError(budget, needed, CREATED, least=False))
         return goes_on
 
@@ -408,7 +409,8 @@ class PlainCalls:
         if outputs:
             given, returned = tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))
             counted = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
-            forward = PlainForward(self.entry, *counted, given, returned, check_graph, again)
+            check_appeared = partial(self._check_appeared, fitting, now.situation, moment)
+            forward = PlainForward(self.entry, *counted, given, returned, check_graph, check_appeared, again)
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
             waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model
@@ -514,6 +516,38 @@ class PlainCalls:
         if graph.derived:  # of several forwards in one backward, later ones have ended when it reaches its peak
             forward.held_bytes = forward.peak_bytes = counted.derived_bytes
             forward.room_bytes = budget - needs(counted.derived_bytes)
+
+    def _check_appeared(
+        self, fitting: CountedStep, situation: Situation, before: Moment, forward: PlainForward, backwards: int
+    ) -> None:
+        """Count what has appeared elsewhere since a plain forward when a further backward through it begins, as
+        gradients of `torch.autograd.grad` that the caller keeps: later forwards leave room for it. Raises `BudgetError`
+        where the budget has none, in a model that has not stepped; later it warns."""
+        if self.entry.fixed_bytes is not None:
+            return
+        earlier = before.known_elsewhere(fitting.account)
+        given = frozenset([one.address for one in forward.given])
+        moment = replace(before, kind=(before.kind, backwards), appears=False, later_bytes=0, closely=True)
+        moment = replace(moment, addresses=lambda: before.addresses() | given)
+        elsewhere_bytes = moment.elsewhere_beside(fitting.account)
+        self.entry.seen_until_backward, appeared = backwards, elsewhere_bytes - earlier
+        if appeared <= self.entry.tolerance_bytes:
+            return
+        further = to_follow(self.entry, appeared, backwards)
+        self.entry.later_bytes = max(self.entry.later_bytes, appeared + beside_gradients(self.entry))
+        if elsewhere_bytes + further <= fitting.room_bytes:
+            return
+        budget = self.planner.terms.options.budget_bytes
+        needed: int | None = budget - fitting.room_bytes + elsewhere_bytes + further
+        if fitting.call is not None:
+            needed = self.runs_from(fitting.call, situation, elsewhere_bytes + further, WORTH_NAMING * budget)
+        if needed is None or needed - self.entry.notable_bytes <= budget:
+            return
+        reason = f"{size(appeared)} that appeared between backwards through one forward, as gradients that are kept"
+        refused = BudgetError(budget, needed, reason, least=False)
+        if not self.entry.stepped:
+            raise refused
+        self.entry.warn_beyond(refused)
 
     def _note_graph(self, key: Hashable, graph: Retention) -> None:
         """Record how backwards keep graphs: `kept` for all calls, `derived` for calls with this `_graph_key`."""

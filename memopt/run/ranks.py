@@ -70,17 +70,20 @@ class Ranks:
     def settle(self, failure: Exception | None, offered: int = 0) -> tuple[int, int]:
         """The smallest and the largest of the numbers `offered` by the ranks, the same on all ranks. Where any rank
         passes a `failure`, all raise: that rank its own error, the others one with the message of the first such
-        rank."""
+        rank. A `BudgetError` names the budget that works for all of them."""
         failed, least, most = self._over_all(failed=failure is not None, offered=offered)
         if not failed:
             return least, most
         told = self._from_all(None if failure is None else _told(failure))
+        named = max((one.smallest_bytes for one in told if isinstance(one, BudgetError)), default=0)
+        told = [one.adding(smallest_bytes=named) if isinstance(one, BudgetError) else one for one in told]
         number, first = next((number, one) for number, one in zip(self.numbers, told, strict=True) if one is not None)
         if failure is None:
             raise _error(first, number)
-        if isinstance(failure, BudgetError) and None in told:
-            own = distributed.get_rank()
-            raise failure.adding(_STOP.format(own)).with_traceback(failure.__traceback__) from failure.__cause__
+        if isinstance(failure, BudgetError) and (None in told or failure.smallest_bytes < named):
+            stop = (_STOP.format(distributed.get_rank()),) if None in told else ()
+            refused = failure.adding(*stop, smallest_bytes=named)
+            raise refused.with_traceback(failure.__traceback__) from failure.__cause__
         raise failure
 
     def gathered(self, value: Any) -> list[Any]:

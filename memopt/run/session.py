@@ -30,6 +30,7 @@ from memopt.compat.dynamo import is_exporting
 from memopt.compat.exchanges import Resharding, unsettle_gloo
 from memopt.compat.modules import (
     CurrentParts,
+    Parts,
     compiled_call,
     inside_compiled,
     reset_compiled_call,
@@ -219,7 +220,7 @@ class Session:
 
     def _train(self, calls: TrainingCalls, call: Call) -> Any:
         """Run a training call: plain if its step fits the budget, else by its plan, which is made if there is none."""
-        with on_device(self.model):
+        with on_device(self.model), _quiet(self._parts.now()):
             result = self._on_this_rank(calls, call)
         self.share.returned(call, result, self.status.plan if self.status.state is State.PLANNED else None)
         return result
@@ -714,6 +715,18 @@ def session_of(model: nn.Module) -> Session | None:
         return call
     inner = inside_compiled(unwrapped(model)) if isinstance(model, nn.Module) else None
     return None if inner is None else session_of(inner)
+
+
+@contextmanager
+def _quiet(parts: Parts) -> Iterator[None]:
+    """A block without torch's warnings of the `.grad` of tensors that are no leaves, if `torch.func.functional_call`
+    has put such tensors in the place of parameters."""
+    if all(one.is_leaf for one in parts.parameters):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
 
 
 def _is_differentiated(call: Call) -> bool:

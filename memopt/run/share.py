@@ -59,8 +59,8 @@ class Share:
         """The bytes that were left to other models, at the latest moment of each kind."""
         self._freed = False
         """Whether the warning was given that forwards run a second time."""
-        self._others_there: bool | None = None
-        """Whether parameters of models that are not optimised were on the device at the first call; None before it."""
+        self._others_there: int | None = None
+        """The most bytes of parameters of models that are not optimised on the device at earlier calls; None before."""
 
     @property
     def ledger(self) -> Ledger:
@@ -188,6 +188,8 @@ class Share:
                 differentiated = [tensor for tensor in tensors if tensor.grad_fn is not None]
                 outputs = [tensor for tensor in differentiated if tensor.dim()]
                 more = distinct_bytes(outputs) > self.entry.returned_bytes or self.entry.given_bytes is None
+                others, before = self._parameters_of_others(), self._others_there or 0
+                more, self._others_there = more or others > before + self.entry.notable_bytes, max(before, others)
                 if differentiated and (more or self.ledger.may_look()):
                     begins_with = tangent_bytes(plan) if plan else 0
                     UntilBackward.begin(self.entry, outputs or differentiated, tensors_in(call), begins_with)
@@ -225,17 +227,21 @@ class Share:
     def others_may_run(self, moment: Moment) -> bool:
         """Whether forwards of other models may run before the backward of this one: before the first backward, if
         models that are not optimised were on the device at the first call; later, if other optimised models train and
-        this one is called for the first or second time (a discriminator after the generator's step)."""
+        this one is called for the first or second time (a discriminator after the generator's step), or if further
+        parameters are on the device, as of a copy of the model that teaches it from now on."""
         if self.entry.fixed_bytes is not None:
             return False
-        if self.entry.seen.backward:
-            return self.entry.groups_done < 2 and moment.others_train
-        if self._others_there is None:
-            found = self.ledger.now(replace(moment, closely=True)).parameters
-            optimised = [one.model.parameters() for one in self.ledger.others_training(self.entry)]
-            found -= distinct_bytes(parameter for parameters in optimised for parameter in parameters)
-            self._others_there = found > self.entry.notable_bytes
-        return self._others_there
+        if self.entry.seen.backward and self.entry.groups_done < 2 and moment.others_train:
+            return True
+        self.ledger.now(replace(moment, closely=True) if self._others_there is None else moment)
+        before = self._others_there if self.entry.seen.backward else None
+        return self._parameters_of_others() > (before or 0) + self.entry.notable_bytes
+
+    def _parameters_of_others(self) -> int:
+        """The bytes of parameters of models that are not optimised, as the latest search of the device found them."""
+        found = self.entry.found.parameters
+        optimised = [one.model.parameters() for one in self.ledger.others_training(self.entry)] if found else ()
+        return max(0, found - distinct_bytes(parameter for parameters in optimised for parameter in parameters))
 
     def for_other_models(self, moment: Moment) -> int | None:
         """The bytes to leave free for steps of other models between the forward of a call and its backward; None where
@@ -297,6 +303,7 @@ class Share:
             addresses=lambda: ledger.addresses(self.entry),
             bucket_bytes=bucket_bytes,
             buckets=buckets,
+            hidden_bytes=sum(one.hidden_bytes() for entry in ledger.entries for one in entry.waiting()),
         )
 
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
@@ -338,7 +345,7 @@ class Share:
         lacking = wanted - self._room_beside(call) if waiting else 0
         if lacking > 0 and lacking > self._state_to_come(plan, call):
             alone = plan.smallest_bytes() - plan.account.other_forwards
-            works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking)
+            works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking + self.entry.notable_bytes)
             raise self._refusal(works, plan.account.elsewhere)
         if waiting and situation.for_other_models is not None:
             earlier = [one.held_bytes for one in (*self.entry.waiting(), *self.entry.plain_waiting())]

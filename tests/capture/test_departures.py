@@ -40,6 +40,7 @@ def under_checkpoints(x: Tensor) -> Tensor:
 MOVED = "" if hasattr(TensorVariable, "_view_attr") else "torch.utils.checkpoint"
 """The note on `x.mT` in a block: none under torch 2.15, where Dynamo traces it as an operator and leaves it there."""
 
+CELL = nn.GRUCell(3, 3)
 CALLS = [
     (under_checkpoints, "prod"),
     (lambda x: x.prod(1), "prod"),
@@ -51,6 +52,7 @@ CALLS = [
     (lambda x: x.sin().masked_fill_(x > 0, x.sum()), "masked_fill"),
     (lambda x: x.masked_fill(x > 0, 0.0), ""),
     (torch.sin, ""),
+    (lambda x: CELL(x, x), "gru_cell"),
     (lambda x: checkpoint(lambda y: y.sin() @ y.mT, x, use_reentrant=False), MOVED),
     (lambda x: checkpoint(lambda y: y.sin() @ y.transpose(0, 1), x, use_reentrant=False), ""),
 ]

@@ -50,6 +50,7 @@ _ALL = (
     Loop(graphs.gat, unforeseen="larger graphs than the first, which is the smallest"),
     Loop(graphs.gcn_sparse, faults=dict.fromkeys(_EACH, SPARSE)),
     Loop(vision.segmentation),
+    Loop(vision.without_forgetting, quick=("exact third",)),
     Loop(vision.detection),
     Loop(vision.mean_teacher),
     Loop(vision.multi_task),

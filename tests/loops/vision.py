@@ -23,6 +23,42 @@ class DoubleConv(nn.Sequential):
         )  # fmt: skip
 
 
+def without_forgetting(optimize: Optimize, log: Log) -> None:
+    """Learning without forgetting: from the fourth step on a frozen copy of the model teaches it; later the best
+    weights are loaded, and the optimizer is a new one."""
+
+    class Net(nn.Module):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__()
+            self.stem, self.fc = nn.Conv2d(3, width, 3, padding=1), nn.Linear(width, 10)
+            self.blocks = nn.ModuleList(DoubleConv(width, width) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = x + block(x)
+            return self.fc(x.mean((2, 3)))
+
+    model, old = Net(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimize(model, optimizer=optimizer)
+    for step in range(7):
+        if step == 3:
+            old, best = copy.deepcopy(model).eval().requires_grad_(False), copy.deepcopy(model.state_dict())
+        if step == 5:
+            model.load_state_dict(best)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        images, labels = torch.randn(16, 3, 20, 20), torch.randint(10, (16,))
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels)
+        if old is not None:
+            loss = loss + F.kl_div(logits.log_softmax(-1), old(images).softmax(-1), reduction="batchmean")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log(loss=loss)
+
+
 def segmentation(optimize: Optimize, log: Log) -> None:
     """Segmentation in the manner of Pytorch-UNet: cross entropy and Dice outside of the model, RMSprop, clipping, a
     validation score within the epoch that the scheduler reads; the last batch is smaller."""

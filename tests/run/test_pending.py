@@ -255,3 +255,17 @@ def test_a_backward_as_an_earlier_one_is_not_counted_again(monkeypatch: pytest.M
     assert not counted_in_step()
     with pytest.raises(memopt.BudgetError, match="elsewhere"):
         counted_in_step(appearing=3 * 10**6)
+
+
+@pytest.mark.plans_always
+@pytest.mark.usefixtures("counted")
+def test_saved_tensors_in_hooks_of_the_caller_do_not_appear_elsewhere() -> None:
+    """As within `save_on_cpu`, which on a CPU keeps the tensors themselves: each later step was refused."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1))
+    memopt.optimize(model, 1, precision="fp32", allow={"recompute"}, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(torch.randn(4096, 64)).square().mean()
+    entry = session_of(model).share.entry  # type: ignore[union-attr]
+    loss.backward()
+    assert entry.seen_until_backward
+    assert not entry.later_bytes

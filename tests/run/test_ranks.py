@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ def one_does_not_fit(rank: int) -> Any:
     return [stepped(model), stepped(model, rows=65536 if rank else 64), stepped(model)]
 
 
+def none_fits(rank: int) -> Any:
+    return stepped(wrapped(0.003), rows=8192 * (1 + rank))
+
+
 def one_cannot_be_planned_ahead(rank: int) -> Any:
     return ended(lambda: wrapped(0.003, example_inputs=(torch.ones(65536 if rank else 64, 64),)))
 
@@ -94,6 +99,11 @@ def test_other_terms_are_named_on_every_rank(case: Any, named: str) -> None:
 
 def test_a_rank_that_cannot_fit_stops_all_and_a_later_step_is_taken() -> None:
     check_refused_together(on_two_ranks(one_does_not_fit))
+
+
+def test_ranks_that_cannot_fit_name_the_budget_that_works_for_all() -> None:
+    named = {re.search(r"([\d.]+) GB( leaves room|, dominated)", text)[1] for _, text in on_two_ranks(none_fits)}  # type: ignore[index]
+    assert len(named) == 1
 
 
 def test_a_refusal_ahead_of_training_is_that_of_all() -> None:

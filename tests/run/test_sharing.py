@@ -41,3 +41,5 @@ def test_a_model_of_twice_the_layers_is_twice_as_broad() -> None:
     layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()]
     assert breadth(nn.Sequential(*layers)) == 4 * 64
     assert breadth(nn.Sequential(*layers, *(nn.Linear(64, 64), nn.ReLU()) * 2)) == pytest.approx(6 * 64)
+    decoder = nn.Sequential(nn.Linear(16, 4096), nn.Unflatten(1, (16, 16, 16)), nn.Conv2d(16, 16, 3))
+    assert breadth(decoder) == 3 * 16

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 
 import memopt
+from memopt.run.session import session_of
 
 pytestmark = pytest.mark.plans_always
 
@@ -52,3 +53,22 @@ def test_several_gradients_at_once() -> None:
     memopt.optimize(model, 1, optimizer=None, precision="fp32", allow={"recompute"})
     with pytest.raises(memopt.UnplannedGradientError, match="for several gradients at once"):
         torch.autograd.grad(model(x).sum(), x, torch.ones(3), is_grads_batched=True)
+
+
+@pytest.mark.filterwarnings("error")
+def test_fast_weights_are_no_step_and_give_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MAML has them: other tensors stand in the place of the parameters, whose own values are as before."""
+    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(16, 8)
+    memopt.optimize(model, 1, optimizer=torch.optim.SGD(model.parameters(), 0.1), elsewhere_gb=0)
+    weights = dict(model.named_parameters())
+    loss = functional_call(model, weights, (x,)).square().mean()
+    found = torch.autograd.grad(loss, list(weights.values()))
+    fast = {name: weight - 0.1 * one for (name, weight), one in zip(weights.items(), found, strict=True)}
+    entry = session_of(model).share.entry  # type: ignore[union-attr]
+    stepped = []
+    handle = model[1].register_forward_hook(lambda *_: stepped.append(entry.stepped))
+    functional_call(model, fast, (x,)).square().mean().backward()
+    handle.remove()
+    assert not any(stepped)
+    assert not entry.stepped
