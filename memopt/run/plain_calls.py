@@ -213,7 +213,7 @@ class PlainCalls:
 
     @contextmanager
     def not_allowed(self) -> Iterator[None]:
-        """A block in which no call runs plain; used to check plans."""
+        """A context in which no call runs plain; used to check plans."""
         before, self.allowed = self.allowed, False
         try:
             yield
@@ -222,7 +222,7 @@ class PlainCalls:
 
     @contextmanager
     def only_way(self) -> Iterator[None]:
-        """A block in which no call can be planned, so that every call that fits runs plain, even where the user wants
+        """A context in which no call can be planned, so that every call that fits runs plain, even where the user wants
         planned calls for other reasons than memory."""
         before = self.allowed, self._whatever_else
         self.allowed = self._whatever_else = True
