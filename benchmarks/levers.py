@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ from benchmarks.processes import record_of
 from benchmarks.stamp import stamp, write_result
 from memopt.device import hardware_of
 from memopt.meter import PeakMeter
-from memopt.planning import terms
+from memopt.optimizers import OffloadedOptimizer
+from memopt.planning import optimizer_choice, terms
 
 ROOT = Path(__file__).parent.parent
 PAGE, FOLDER = ROOT / "docs" / "which_lever.md", ROOT / "docs" / "pictures" / "levers"
@@ -149,11 +151,16 @@ RUNGS = {
         "Named in `allow`.",
         lambda: gpt2(1, 64), "1 × 64 tokens, bf16", precision="bf16", no_time=NARROW,
     ),
+    "fp8": Rung(
+        "What is saved in 16 bits still fills the memory, and you may round further: linear layers save their inputs "
+        "in 8 bits, and multiply so. Named in `allow`; `fp8_delayed`, `fp8_block` and `mxfp8` scale otherwise. In this "
+        "row nothing is recomputed.",
+        lambda: gpt2(4, 512), "4 × 512 tokens, bf16", allow=frozenset({"reinplace"}), precision="bf16", share=0.9,
+        no_time=NARROW,
+    ),
     "fp8_activations": Rung(
-        "What is saved in 16 bits still fills the memory, and you may round further: operands of activation functions "
-        "and products in 8 bits. Named in `allow`, with `fp8` (or `fp8_delayed`, `fp8_block`, `mxfp8`, which scale "
-        "otherwise), by which linear layers save their inputs so. Both steps of this row have `fp8`, and nothing is "
-        "recomputed.",
+        "As before; operands of activation functions and products are saved in 8 bits, too. Named in `allow`. Both "
+        "steps of this row have `fp8`, and nothing is recomputed.",
         lambda: gpt2(4, 512), "4 × 512 tokens, bf16", allow=frozenset({"reinplace", "fp8"}), precision="bf16",
         no_time=NARROW,
     ),
@@ -165,6 +172,10 @@ RUNGS = {
     "offload_parameters": Rung(
         "A frozen base fills the card, as under LoRA. Named in `allow`.",
         lambda: lora(1, 128), "LoRA, 1 × 128 tokens, simulated link", no_time=LINKED,
+    ),
+    "offload_optimizer": Rung(
+        "Adam's state fills the card, as when all parameters of a model are trained on few tokens. Named in `allow`.",
+        lambda: gpt2(1, 64), "1 × 64 tokens, simulated link", no_time=LINKED,
     ),
 }  # fmt: skip
 
@@ -237,6 +248,8 @@ def tried(name: str) -> tuple[Measured, Measured]:
         terms.hardware_of = lambda device: replace(  # type: ignore[attr-defined]
             hardware_of(device), link_bytes_per_second=20e9, link_efficiency=1.0
         )
+        optimizer_choice.device_of = lambda card: SimpleNamespace(is_host=False)  # type: ignore[attr-defined]
+        OffloadedOptimizer.room_for = on_the_host  # type: ignore[method-assign]
     without: dict[str, Any] = {"precision": rung.precision, "allow": rung.allow - {name}}
     with_it: dict[str, Any] = {"precision": rung.precision, "allow": rung.allow | {name}}
     if name == "precision":
@@ -246,6 +259,14 @@ def tried(name: str) -> tuple[Measured, Measured]:
     least = smallest_gb(rung, **without)
     budget_gb = rung.share * least if rung.share else smallest_gb(rung, **with_it)
     return measured(rung, least, **without), measured(rung, budget_gb, split=name == "microbatch", **with_it)
+
+
+def on_the_host(
+    optimizer: OffloadedOptimizer, parameter: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Room for a state of the optimizer in numpy's memory, which the CPU's meter does not count."""
+    made = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+    return torch.from_numpy(made.numpy().copy()) if type(made) is torch.Tensor and not made.is_meta else made
 
 
 def draw(name: str, without: Measured, with_it: Measured) -> None:
@@ -309,8 +330,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "itself, and a `BudgetError` names those that would help.",
         how + " Peaks are measured; the time is the processor's, more or less than without the lever; on a card it is "
         "another. A step that would fit as the plain model runs it is run by its plan all the same "
-        "(`MEMOPT_PLAN=always`). There is no row of `offload_optimizer`, which needs a card. How training goes in 8 "
-        "bits is in [results.md](results.md#8-bit-layers).",
+        "(`MEMOPT_PLAN=always`). How training goes in 8 bits is in [results.md](results.md#8-bit-layers).",
         *(section(name, found) for name, found in results.items()),
     )) + "\n"  # fmt: skip
 

@@ -180,7 +180,14 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
     `LockCheck.culprits`."""
     before, after = _sums(old), _sums(new)
     more = {key: {name: figures[name] - before[key][name] for name in FIGURES} for key, figures in after.items()}
-    free = {key: after[key]["made"] for key, change in more.items() if change["checkpointed"] < 0 <= change["made"]}
+    if grown == "plain":
+        for change in more.values():
+            change["made"] += change["fused"]
+    free = {
+        key: after[key]["made"]
+        for key, change in more.items()
+        if change["checkpointed"] < min(0, change["calls"]) and change["made"] >= 0
+    }
     made = {key: change["made"] for key, change in more.items() if change["made"] > 0}
     causes = {**made, **free}
     weights = dict(causes) or {key: change[grown] for key, change in more.items() if change[grown] > 0}
@@ -206,7 +213,7 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
 def _line(row: LockedRow) -> tuple[object, ...]:
     """A key by which a line of code is recognised when it has moved in its file: the operator, the text and the bytes
     that it makes."""
-    return row.operator, row.code, row.made, row.checkpointed
+    return row.operator, row.code, row.made, row.fused, row.checkpointed
 
 
 def _sums(rows: Iterable[LockedRow]) -> defaultdict[tuple[str, str], Counter[str]]:

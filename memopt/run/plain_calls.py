@@ -688,9 +688,12 @@ class PlainCalls:
         if terms.sharding is not None:
             return None
         with suppress(ValueIsRead):
+            count = partial(count_plain_step, self.model, self.plain, call, terms.card)
             held = situation.gradients_held
             with kernels_of(terms.absent_card):
-                step = count_plain_step(self.model, self.plain, call, terms.card, gradients_held=held)
+                step = count(gradients_held=held)
+                if step is not None and step.is_bound:
+                    step = count(gradients_held=held, closely=True) or step
             if step is not None:
                 peak = self._needed(step, call, situation, margin=1.0)[0]
                 seconds = sum(times * call_seconds(one, terms.card) for one, times in step.calls.items())

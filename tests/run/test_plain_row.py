@@ -40,13 +40,13 @@ def names(plan: Plan) -> list[str]:
     return [row.lever for row in plan.receipt]
 
 
-def measured() -> int:
+def measured(kind: type[nn.Module] = Blocks, batch: tuple[torch.Tensor, ...] = BATCH) -> int:
     gc.collect()  # what other tests have left in circles is not the step's
-    model = Blocks()
+    model = kind()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         with memopt.measure_peak() as peak:
-            model(*BATCH).backward()
+            model(*batch).backward()
             optimizer.step()
             optimizer.zero_grad()
     return peak.bytes
@@ -58,6 +58,24 @@ def test_it_is_what_the_plain_step_takes() -> None:
     beside = plan.account.elsewhere
     assert plan.receipt[0].peak_bytes - beside == pytest.approx(measured(), rel=0.05)
     assert plan.receipt[0].seconds == pytest.approx(plan.receipt[1].seconds, rel=0.1)
+
+
+class Upwards(nn.Module):
+    """As a U-Net's second half; rules allow its convolutions several times the workspace that they take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.ConvTranspose2d(24, 12, 4, 2, 1), nn.ConvTranspose2d(12, 3, 4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.up(x).relu()).square().mean()
+
+
+def test_workspaces_of_the_plain_step_are_measured() -> None:
+    batch = (torch.randn(8, 24, 16, 16),)
+    plan = memopt.plan(Upwards(), 1.0, batch, precision="fp32", allow={"recompute"})
+    peak = plan.receipt[0].peak_bytes - plan.account.elsewhere
+    assert peak == pytest.approx(measured(Upwards, batch), rel=0.05)
 
 
 def test_rows_lead_to_the_plan() -> None:
