@@ -62,7 +62,7 @@ class PlainStep:
     forward_bytes: int = 0
     """The most held at once within the forward."""
     is_bound: bool = False
-    """Whether its peak has the upper bound of a kernel's workspace in it, which may be far above what that takes."""
+    """Whether the workspaces of its kernels are upper bounds, which may be far above what the kernels take."""
     depends_on_values: bool = False
     """Whether other values of the same sizes may hold more, as where the code branches on values."""
     on_values: bool = False
@@ -153,7 +153,7 @@ def _count_uncomputed(
         return None
     finally:
         torch.clear_autocast_cache()
-    step = step and replace(step, is_bound=count.peak_bytes > count.most_live_bytes)
+    step = step and replace(step, is_bound=True)
     if step is None or not count.reads:
         return step
     return replace(step, depends_on_values=True) if READS_MARGIN * step.peak_bytes <= most_bytes else None

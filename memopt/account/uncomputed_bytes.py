@@ -33,8 +33,6 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     def __init__(self, most_bytes: float) -> None:
         super().__init__(HOST.type, HOST.type, stand_ins=False, most_bytes=most_bytes)
         self.reads = False
-        self.most_live_bytes = 0
-        """The peak without workspaces."""
         self._kernels: dict[OpCall, _Kernel] = {}
         self._workspace_bytes = 0
         """The workspace of the latest operator."""
@@ -75,11 +73,6 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         for position in kernel.written:
             self._uncomputed.add(given[position].untyped_storage())
         return tree_unflatten([self._result(leaf, given) for leaf in kernel.results], kernel.structure)
-
-    def raise_peak(self, workspace_bytes: int) -> None:
-        """Raise the peaks with and without the workspace. Raises as the base class does."""
-        self.most_live_bytes = max(self.most_live_bytes, self.live_bytes)
-        super().raise_peak(workspace_bytes)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """An upper bound, from a rule, on the bytes of workspace that the kernel of the latest operator takes."""

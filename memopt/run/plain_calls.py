@@ -692,8 +692,8 @@ class PlainCalls:
             held = situation.gradients_held
             with kernels_of(terms.absent_card):
                 step = count(gradients_held=held)
-                if step is not None and step.is_bound:
-                    step = count(gradients_held=held, closely=True) or step
+                with suppress(ValueIsRead):
+                    step = (step and step.is_bound and count(gradients_held=held, closely=True)) or step
             if step is not None:
                 peak = self._needed(step, call, situation, margin=1.0)[0]
                 seconds = sum(times * call_seconds(one, terms.card) for one, times in step.calls.items())
