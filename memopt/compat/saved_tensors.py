@@ -126,9 +126,8 @@ _PACKED = "the user's hooks packed what it saved"
 
 
 def unseen_by_hooks() -> AbstractContextManager[None]:
-    """A context whose saved tensors do not go to saved-tensor hooks of the user's that are active around it: a
-    checkpoint counts what the forward saves, and memopt's own runs are no part of that. Hooks set within the block
-    work."""
+    """A context whose saved tensors do not go to saved-tensor hooks of the user's around it: a checkpoint counts what
+    the forward saves, and memopt's own runs are no part of that. Hooks set within the context work."""
     return _set_aside(lambda: True)
 
 
