@@ -178,11 +178,15 @@ class LockCheck:
 def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) -> Iterator[Culprit]:
     """The lines because of which the figure `grown` grew, from the rows before (`old`) and now (`new`); see
     `LockCheck.culprits`."""
-    before, after = (_sums(rows, fused=grown == "plain") for rows in (old, new))
+    before, after = _sums(old), _sums(new)
     more = {key: {name: figures[name] - before[key][name] for name in FIGURES} for key, figures in after.items()}
     dropped = [key for key, change in more.items() if change["checkpointed"] < min(0, change["calls"])]
     free = {key: after[key]["made"] for key in dropped if more[key]["made"] >= 0}
-    made = {key: change["made"] for key, change in more.items() if change["made"] > 0}
+    made, fused = (
+        {key: change[name] for key, change in more.items() if change[name] > 0} for name in ("made", "fused")
+    )
+    if grown == "plain" and sum(made.values()) < TOLERANCE * sum(fused.values()):
+        made = fused
     causes = {**made, **free}
     weights = dict(causes) or {key: change[grown] for key, change in more.items() if change[grown] > 0}
     known = {(module, *_line(row)) for row in old for module in row.modules}
@@ -210,14 +214,12 @@ def _line(row: LockedRow) -> tuple[object, ...]:
     return row.operator, row.code, row.made, row.fused, row.checkpointed
 
 
-def _sums(rows: Iterable[LockedRow], *, fused: bool) -> defaultdict[tuple[str, str], Counter[str]]:
-    """The figures summed by module and operator, with `fused` bytes among those made, or without. Lines are no part of
-    the key, since users edit them."""
+def _sums(rows: Iterable[LockedRow]) -> defaultdict[tuple[str, str], Counter[str]]:
+    """The figures summed by module and operator. Lines are no part of the key, since users edit them."""
     found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row in rows:
         for module in row.modules:
             found[module, row.operator].update({name: getattr(row, name) for name in FIGURES})
-            found[module, row.operator]["made"] += row.fused * fused
     return found
 
 
