@@ -8,8 +8,8 @@ both are run on a CPU with one thread, for three steps of AdamW on the same batc
 processor's time (the least of the second and third step, as a share of that without the lever, in one process), how far
 the loss of the third step is from that without the lever, and by `memopt.measure_peak` what a fourth step holds. Levers
 that copy to host memory run with a simulated link: the CPU's memory stands for a card's, and buffers that would be
-pinned are not counted; their time says nothing of a card's, and is left out. Writes `docs/which_lever.md`,
-`docs/pictures/levers/*.svg` and `results/levers.json`.
+pinned, and an optimizer's state there, are not counted; their time says nothing of a card's, and is left out. Writes
+`docs/which_lever.md`, `docs/pictures/levers/*.svg` and `results/levers.json`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ from benchmarks.processes import record_of
 from benchmarks.stamp import stamp, write_result
 from memopt.device import hardware_of
 from memopt.meter import PeakMeter
-from memopt.planning import terms
+from memopt.optimizers import OffloadedOptimizer
+from memopt.planning import optimizer_choice, terms
 
 ROOT = Path(__file__).parent.parent
 PAGE, FOLDER = ROOT / "docs" / "which_lever.md", ROOT / "docs" / "pictures" / "levers"
@@ -149,11 +151,16 @@ RUNGS = {
         "Named in `allow`.",
         lambda: gpt2(1, 64), "1 × 64 tokens, bf16", precision="bf16", no_time=NARROW,
     ),
+    "fp8": Rung(
+        "What is saved in 16 bits still fills the memory, and you may round further: linear layers save their inputs "
+        "in 8 bits, and multiply so. Named in `allow`; `fp8_delayed`, `fp8_block` and `mxfp8` scale otherwise. In this "
+        "row nothing is recomputed.",
+        lambda: gpt2(4, 512), "4 × 512 tokens, bf16, 0.9 of the smallest budget", allow=frozenset({"reinplace"}),
+        precision="bf16", share=0.9, no_time=NARROW,
+    ),
     "fp8_activations": Rung(
-        "What is saved in 16 bits still fills the memory, and you may round further: operands of activation functions "
-        "and products in 8 bits. Named in `allow`, with `fp8` (or `fp8_delayed`, `fp8_block`, `mxfp8`, which scale "
-        "otherwise), by which linear layers save their inputs so. Both steps of this row have `fp8`, and nothing is "
-        "recomputed.",
+        "As before; operands of activation functions and products are saved in 8 bits, too. Named in `allow`. Both "
+        "steps of this row have `fp8`, and nothing is recomputed.",
         lambda: gpt2(4, 512), "4 × 512 tokens, bf16", allow=frozenset({"reinplace", "fp8"}), precision="bf16",
         no_time=NARROW,
     ),
@@ -165,6 +172,10 @@ RUNGS = {
     "offload_parameters": Rung(
         "A frozen base fills the card, as under LoRA. Named in `allow`.",
         lambda: lora(1, 128), "LoRA, 1 × 128 tokens, simulated link", no_time=LINKED,
+    ),
+    "offload_optimizer": Rung(
+        "Adam's state fills the card, as when all parameters of a model are trained on few tokens. Named in `allow`.",
+        lambda: gpt2(1, 64), "1 × 64 tokens, simulated link", no_time=LINKED,
     ),
 }  # fmt: skip
 
@@ -216,9 +227,11 @@ def measured(rung: Rung, budget_gb: float | None, *, split: bool = False, **opti
     PeakMeter.listeners.append(events.extend)
     with memopt.measure_peak() as peak:
         step()
-    held = np.array([peak.resident_bytes + at for at in accumulate(events)]) / MB
+    states = optimizer.state.values() if isinstance(optimizer, OffloadedOptimizer) else ()
+    hosted = sum(one.nbytes for state in states for one in state.values() if one.dim())
+    held = np.array([peak.resident_bytes - hosted + at for at in accumulate(events)]) / MB
     at, most = binned(np.linspace(0, 1, len(held)), held)
-    return Measured(budget_gb, peak.bytes, min(seconds), loss, (tuple(at), tuple(most)))
+    return Measured(budget_gb, peak.bytes - hosted, min(seconds), loss, (tuple(at), tuple(most)))
 
 
 def one_step(model: nn.Module, optimizer: Any, batch: Batch) -> float:
@@ -237,8 +250,11 @@ def tried(name: str) -> tuple[Measured, Measured]:
         terms.hardware_of = lambda device: replace(  # type: ignore[attr-defined]
             hardware_of(device), link_bytes_per_second=20e9, link_efficiency=1.0
         )
+        optimizer_choice.device_of = lambda card: SimpleNamespace(is_host=False)  # type: ignore[attr-defined]
     without: dict[str, Any] = {"precision": rung.precision, "allow": rung.allow - {name}}
     with_it: dict[str, Any] = {"precision": rung.precision, "allow": rung.allow | {name}}
+    if name == "offload_optimizer":
+        with_it["elsewhere_gb"] = 0  # a search of the device would find the state, whose host is the CPU too
     if name == "precision":
         with_it = {"precision": "bf16", "allow": rung.allow}
     if name == "recompute":
@@ -309,8 +325,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "itself, and a `BudgetError` names those that would help.",
         how + " Peaks are measured; the time is the processor's, more or less than without the lever; on a card it is "
         "another. A step that would fit as the plain model runs it is run by its plan all the same "
-        "(`MEMOPT_PLAN=always`). There is no row of `offload_optimizer`, which needs a card. How training goes in 8 "
-        "bits is in [results.md](results.md#8-bit-layers).",
+        "(`MEMOPT_PLAN=always`). How training goes in 8 bits is in [results.md](results.md#8-bit-layers).",
         *(section(name, found) for name, found in results.items()),
     )) + "\n"  # fmt: skip
 

@@ -204,7 +204,7 @@ def refill(contents: Contents) -> None:
 
 @contextmanager
 def containers_restored(call: Any) -> Iterator[None]:
-    """A block after which the dictionaries and lists among a call's arguments have the contents that they had before
+    """A context after which the dictionaries and lists among a call's arguments have the contents that they had before
     it, and random generators among them their states."""
     contents = contents_of(call)
     try:
@@ -422,8 +422,8 @@ _COPIED_BYTES = 64 * 1024
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
-    """A block after which those of `tensors` that were written to in it have their old values again; their positions in
-    `tensors` are added to `written`. Copies of all are held in host memory during the block. Of sparse and nested
+    """A context after which those of `tensors` that were written to in it have their old values again; their positions
+    in `tensors` are added to `written`. Copies of all are held in host memory during the block. Of sparse and nested
     tensors, the tensors inside are restored. Other tensor subclasses, and tensors on "meta" or made in inference mode,
     are skipped."""
     parts = ((number, part) for number, tensor in enumerate(tensors) for part in _parts(tensor))
@@ -450,7 +450,7 @@ def written_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[None]:
-    """A block after which parameters that the forward has written to have their old values again, unless `restore` is
+    """A context after which parameters that the forward has written to have their old values again, unless `restore` is
     False; `written_parameters` returns them from then on.
 
     Copies are kept in host memory during the block: of all parameters, or, if that takes more than half of what is
@@ -476,8 +476,8 @@ def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[N
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """A block after which parameters, buffers, random generators and the attributes of all modules are as before, also
-    the values of tensors among these attributes."""
+    """A context after which parameters, buffers, random generators and the attributes of all modules are as before,
+    also the values of tensors among these attributes."""
     with parameters_restored(model), undone_but_parameters(model):
         yield
 
@@ -527,7 +527,7 @@ _EXTREME_WORDS = 600
 
 @contextmanager
 def extreme_draws(*, highest: bool) -> Iterator[None]:
-    """A block in which Python's generator and numpy's draw their highest or lowest numbers, for some hundred draws;
+    """A context in which Python's generator and numpy's draw their highest or lowest numbers, for some hundred draws;
     after it they are as before it."""
     before = random.getstate(), np.random.get_state()
     version, words, _ = random.Random(0).getstate()

@@ -66,8 +66,8 @@ class _Owners:
 
 
 def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.device) -> _Owners:
-    """The blocks on a device, as bytes by address, that a model and the inputs of its call, its gradients, its
-    optimizers' state, and all tensors take."""
+    """The blocks of memory on a device (bytes by address) of a model and the inputs of its call, of its gradients, of
+    its optimizers' state, and of all tensors of the process."""
     objects = live_objects(torch.Tensor, torch.optim.Optimizer)
     ids = set(map(id, model.parameters()))
     own = [one for one in objects if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]

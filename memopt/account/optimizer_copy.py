@@ -211,7 +211,7 @@ class OptimizerCopy:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """A block in which the originals have no parameters and no state, so that code of a copy that still refers to
+        """A context in which the originals have no parameters and no state, so that code of a copy that still refers to
         an original steps nothing."""
         own = [(vars(one), {name: vars(one)[name] for name in _EMPTY if name in vars(one)}) for one in self.copied]
         for attributes, held in own:
@@ -224,7 +224,7 @@ class OptimizerCopy:
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """A block in which copied tensors are not among `made`."""
+        """A context in which copied tensors are not among `made`."""
         number = len(self.made)
         yield
         del self.made[number:]

@@ -73,7 +73,7 @@ def optimizer_on_fakes(
     foreach: bool,
     idle: Iterable[torch.Tensor] = (),
 ) -> Iterator[Optimizer]:
-    """A block that yields the optimizer with fake tensors on the device `home` in place of `parameters`, so that its
+    """A context that yields the optimizer with fake tensors on the device `home` in place of `parameters`, so that its
     steps can be tried. With "meta" as `home` they are plain tensors on "meta".
 
     `count` counts the state that an instance has already, or what making the optimizer allocates. `foreach`: torch
@@ -207,8 +207,8 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
-    """A block after which the parameters, the state and the options of an optimizer are as they were before it, in the
-    same tensor objects; a copy of the values takes host memory meanwhile."""
+    """A context after which the parameters, the state and the options of an optimizer are as they were before it, in
+    the same tensor objects; a copy of the values takes host memory meanwhile."""
     written = {id(tensor): tensor for tensor in [*parameters_of(optimizer), *state_tensors(optimizer)]}
     values = [(tensor, tensor.detach().to(HOST, copy=True)) for tensor in written.values()]
     state = {key: _same_tensors(value) for key, value in optimizer.state.items()}

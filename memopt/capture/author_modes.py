@@ -228,7 +228,7 @@ class CallerModes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A block in which the modes are these."""
+        """A context in which these modes are set in place of the present ones."""
         present = CallerModes.now()
         wanted, given = dict(self.types), dict(present.types)
         with ExitStack() as blocks:

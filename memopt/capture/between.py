@@ -119,7 +119,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def planned(self) -> Iterator[None]:
-        """A block whose operators make storages that are part of a region's plan, so that they are not counted here."""
+        """A context whose operators make storages that are part of a region's plan, and not counted here."""
         self._planned += 1
         try:
             yield

@@ -104,7 +104,7 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Obse
 
 
 def observing(observed: list[Observed]) -> RunningBy:
-    """A block that appends the results of operators with data-dependent sizes, run on real tensors, to `observed`."""
+    """A context that appends the results of operators with data-dependent sizes, run on real tensors, to `observed`."""
 
     def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with kernels_as_in_eager_mode():

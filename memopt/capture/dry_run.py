@@ -291,7 +291,7 @@ def as_run_later(capture: Callable[[], CapturedCall], backend: Backend) -> Captu
 
 @contextmanager
 def without_gradients(model: nn.Module) -> Iterator[None]:
-    """A block in which parameters have no gradients; those that they had are restored after it."""
+    """A context in which parameters have no gradients; those that they had are restored after it."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in gradients:

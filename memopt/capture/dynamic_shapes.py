@@ -24,11 +24,11 @@ _EAGER = "held_bytes", "after_bytes", "returning_bytes"
 
 
 def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN) -> CapturedCall:
-    """Two captures of a call merged into one to plan for, with the runs of both in order. Each capture may lack some
-    runs of the other.
+    """Two captures of a call merged into one to plan for, with the runs of regions of both in order. Each capture may
+    lack some runs of the other.
 
-    A run that has other sizes in `further` is planned for the larger ones, times `margin`. Runs of `known` are dropped
-    where `further` has runs of other regions on the same parameters in their place: a forward runs only one of them."""
+    A run that has other sizes in `further` is planned for the larger ones, times `margin`. Where `further` has runs of
+    other regions on the same parameters, those of `known` are dropped, since a forward runs only one of the two."""
     if _numbered(known) != _numbered(further):
         known, further = (replace(call, runs=_without_numbers(call.runs)) for call in (known, further))
     runs: list[RegionRun] = []

@@ -179,7 +179,7 @@ BETWEEN_REGIONS = (
 
 
 RETURNED_WITHOUT_GRADIENT = (
-    "a value that the code calls requires_grad_() on, and takes a derivative by, is returned or kept without its .grad"
+    "a value on which the code calls requires_grad_(), to differentiate by it, is returned or kept without its .grad"
 )
 
 

@@ -1,4 +1,4 @@
-"""Marks on the nodes of a graph, which tell, in a graph traced from it, the node that each node was traced from."""
+"""Marks on the nodes of a graph, which tracing copies: in the traced graph they say where each node comes from."""
 
 from __future__ import annotations
 

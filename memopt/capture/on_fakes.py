@@ -42,7 +42,7 @@ class ParameterCast:
 def fake_parameters(
     model: nn.Module, mode: FakeTensorMode, device: torch.device, narrowed: ParameterCast | None = None
 ) -> Iterator[Fakes]:
-    """A block in which parameters and buffers are replaced by fake tensors on `device`; yields the fake of each real
+    """A context in which parameters and buffers are replaced by fake tensors on `device`; yields the fake of each real
     tensor. A tensor used in several places gets one fake.
 
     At the end all module attributes and random generators are restored, also those that the forward changed meanwhile:
@@ -58,7 +58,7 @@ def fake_parameters(
 
 @contextmanager
 def replaced_parameters(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Fakes]:
-    """A block in which each parameter and buffer is replaced by `make(tensor)`; yields the replacement of each
+    """A context in which each parameter and buffer is replaced by `make(tensor)`; yields the replacement of each
     original. At the end all module attributes and random generators are restored."""
     home = next(model.parameters()).device
     generators = generator_states(home)

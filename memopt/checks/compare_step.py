@@ -268,8 +268,8 @@ def _message(
     nearest = last_read(model, plan, wrong)
     if wrong:
         name, place = nearest or (max(wrong, key=lambda one: wrong[one]), "")
-        which = f"{name}, of {len(wrong)} wrong ones the nearest to the loss{place}" if nearest else name
-        parts.append(f"the gradients by {wrong[name]:.1e} for {which}")
+        which = f" (of {len(wrong)} that differ the nearest to the loss{place})" if nearest else ""
+        parts.append(f"the gradient of {name} by {wrong[name]:.1e}{which}")
     if buffers:
         parts.append(f"the buffers {', '.join(buffers[:3])}")
     return (

@@ -180,8 +180,13 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
     `LockCheck.culprits`."""
     before, after = _sums(old), _sums(new)
     more = {key: {name: figures[name] - before[key][name] for name in FIGURES} for key, figures in after.items()}
-    free = {key: after[key]["made"] for key, change in more.items() if change["checkpointed"] < 0 <= change["made"]}
-    made = {key: change["made"] for key, change in more.items() if change["made"] > 0}
+    dropped = [key for key, change in more.items() if change["checkpointed"] < min(0, change["calls"])]
+    free = {key: after[key]["made"] for key in dropped if more[key]["made"] >= 0}
+    made, fused = (
+        {key: change[name] for key, change in more.items() if change[name] > 0} for name in ("made", "fused")
+    )
+    if grown == "plain" and sum(made.values()) < TOLERANCE * sum(fused.values()):
+        made = fused
     causes = {**made, **free}
     weights = dict(causes) or {key: change[grown] for key, change in more.items() if change[grown] > 0}
     known = {(module, *_line(row)) for row in old for module in row.modules}
@@ -206,7 +211,7 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
 def _line(row: LockedRow) -> tuple[object, ...]:
     """A key by which a line of code is recognised when it has moved in its file: the operator, the text and the bytes
     that it makes."""
-    return row.operator, row.code, row.made, row.checkpointed
+    return row.operator, row.code, row.made, row.fused, row.checkpointed
 
 
 def _sums(rows: Iterable[LockedRow]) -> defaultdict[tuple[str, str], Counter[str]]:

@@ -32,6 +32,8 @@ class LockedRow:
     code: str = ""
     made: int = 0
     """Bytes that the line makes in the captured step."""
+    fused: int = 0
+    """Bytes that only the plain step makes there: the captured step computes them within kernels that read them."""
     plain: int = 0
     """Bytes that are alive at the peak of the captured step with nothing recomputed."""
     planned: int = 0
@@ -40,8 +42,10 @@ class LockedRow:
     """Bytes that are alive at the peak within the smallest budget."""
     added: float = 0.0
     """Seconds of recomputing what the line makes."""
+    calls: int = 0
+    """The number of its calls, in the forward and the backward."""
     checkpointed: int = 0
-    """The number of its calls that lie under `torch.utils.checkpoint`."""
+    """The number of those that lie under `torch.utils.checkpoint`."""
 
     @property
     def pattern(self) -> str:
@@ -52,7 +56,7 @@ class LockedRow:
 _OWN = {"parameters": "parameters", "inputs": "inputs", "buffers": "inputs", "optimizer state": "optimizer state"}
 """The rows of the account that the user's code makes, with their names in locks. Only these count as made: of the
 others, such as gaps between blocks, there may be more at one peak than at another."""
-FIGURES = ("made", "plain", "planned", "smallest", "added", "checkpointed")
+FIGURES = ("made", "fused", "plain", "planned", "smallest", "added", "calls", "checkpointed")
 """The names of a row's fields that are numbers."""
 
 
@@ -66,7 +70,7 @@ def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
     """A row for each combination of module, operator and line."""
     memories = {"plain": step.plain, "planned": step.planned, "smallest": smallest_memory(plan, step)}
     alive = {figure: _alive(memory) for figure, memory in memories.items()}
-    checkpointed = _checkpointed(plan)
+    nodes = {name: node for name, _, node in named_nodes(plan.solved[0].traced)}
     found: dict[tuple[str, str, str, str], Counter[str]] = defaultdict(Counter)
     seconds: dict[tuple[str, str, str, str], float] = defaultdict(float)
     given: Counter[str] = Counter()
@@ -76,7 +80,11 @@ def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
     for number, op in enumerate(step.ops):
         key = op.module, op.operator or op.name, op.source, op.code
         held = {figure: nbytes[number] for figure, nbytes in alive.items()}
-        found[key].update(made=op.nbytes * (op.half != "input"), checkpointed=int(op.name in checkpointed), **held)
+        node = nodes.get(op.name)
+        fused = storage_bytes(node.meta["val"]) if node is not None and op.fate == "fused" else 0
+        checkpointed = node is not None and AUTHOR_CHECKPOINT in node.meta.get("custom", ())
+        made = op.nbytes * (op.half != "input")
+        found[key].update(made=made, fused=fused, calls=1, checkpointed=int(checkpointed), **held)
         seconds[key] += op.seconds * op.recomputed
     for row, nbytes in step.plain.resident.items():
         if row in _OWN:
@@ -87,10 +95,10 @@ def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
     for row, nbytes in given.items():  # the account's rows keep the bytes that belong to no module
         found["", row, "", ""].subtract(dict.fromkeys(("made", *memories), nbytes))
     for (module, operator, source, code), figures in found.items():
-        if any(figures.values()):
-            made, plain, planned, smallest = (figures[name] for name in ("made", *memories))
-            added, calls = seconds[module, operator, source, code], figures["checkpointed"]
-            yield LockedRow((module,), operator, source, code, made, plain, planned, smallest, added, calls)
+        if any(nbytes for name, nbytes in figures.items() if name != "calls"):
+            added = seconds[module, operator, source, code]
+            counted = {name: figures[name] for name in FIGURES if name != "added"}
+            yield LockedRow((module,), operator, source, code, added=added, **counted)
 
 
 def _alive(memory: StepMemory) -> Counter[int]:
@@ -116,12 +124,6 @@ def _given(plan: Plan) -> Iterator[tuple[str, tuple[str, str, str], int]]:
             place = ("", "", "") if reader is None else (module_path(reader), *facts.line(reader))
             row = "parameters" if at in region.parameter_inputs else "inputs"
             yield row, place, storage_bytes(node.meta.get("val"))
-
-
-def _checkpointed(plan: Plan) -> set[str]:
-    """The names in `Step.ops` of the operators that the model's author has put under activation checkpoints."""
-    nodes = named_nodes(plan.solved[0].traced)
-    return {name for name, _, node in nodes if AUTHOR_CHECKPOINT in node.meta.get("custom", ())}
 
 
 def _alike(rows: Iterable[LockedRow]) -> Iterator[LockedRow]:

@@ -44,9 +44,10 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
     """
     try:
         import transformers
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        why = "" if error.name == "transformers" else f", whose import fails here ({one_line(error)})"
         raise UsageError(
-            f"models by name, such as {name!r}, need transformers: pip install 'memopt[transformers]'"
+            f"models by name, such as {name!r}, need transformers{why}: pip install 'memopt[transformers]'"
         ) from error
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     make_config, kind = _configuration(transformers, name)

@@ -201,7 +201,7 @@ def is_batched(value: object) -> bool:
 
 @contextmanager
 def gradients_kept(outputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A block after which each leaf that `outputs` depend on has the same tensor as `.grad` as before it."""
+    """A context after which each leaf that `outputs` depend on has the same tensor as `.grad` as before it."""
     leaves = [(leaf, leaf.grad) for leaf in leaves_of(outputs)]
     try:
         yield

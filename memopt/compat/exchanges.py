@@ -178,8 +178,8 @@ def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: 
 
 @contextmanager
 def settling(tensor: torch.Tensor) -> Iterator[None]:
-    """A block at whose end this thread waits until other threads hold no more references to the tensor than before the
-    block, for `LONGEST_S` seconds at most."""
+    """A context at whose end this thread waits until other threads hold no more references to the tensor than before
+    the block, for `LONGEST_S` seconds at most."""
     users = _users(tensor)
     yield
     latest = time.monotonic() + LONGEST_S

@@ -180,7 +180,7 @@ class Gathered:
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """A block for a forward and backward on this rank alone: gathers and reductions allocate the same buffers as
+        """A context for a forward and backward on this rank alone: gathers and reductions allocate the same buffers as
         always, but communicate with no other rank. The gathered parameters repeat this rank's shard. Gradients are
         removed for the block and restored after it."""
         self._whole = list(map(_WholeGradients, self._groups))

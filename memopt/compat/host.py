@@ -212,7 +212,7 @@ _LEAST_REGION = 2**32
 
 
 def reads_raise(error: type[Exception]) -> AbstractContextManager[None]:
-    """A block in which `tolist`, `numpy` and `__array__` of any tensor raise `error` in this thread."""
+    """A context in which `tolist`, `numpy` and `__array__` of any tensor raise `error` in this thread."""
 
     def seen() -> None:
         raise error
@@ -222,7 +222,7 @@ def reads_raise(error: type[Exception]) -> AbstractContextManager[None]:
 
 @contextmanager
 def reads_seen(seen: Callable[[], None]) -> Iterator[None]:
-    """A block in which `tolist`, `numpy` and `__array__` of any tensor call `seen` first in this thread: they read
+    """A context in which `tolist`, `numpy` and `__array__` of any tensor call `seen` first in this thread: they read
     memory without the dispatcher."""
     tensors: Any = torch.Tensor
     own = {name: vars(tensors).get(name) for name in _READS}

@@ -201,7 +201,7 @@ _PAGE = 20 * 1024**2
 
 @contextmanager
 def autotuning_within(limit_bytes: int) -> Iterator[None]:
-    """A block in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`.
+    """A context in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`.
 
     Before each run of a kernel, inductor fills a buffer of the size of the card's cache; where there is no room for
     this buffer, the filling is left out. What a timing allocates is returned to the card, so that later blocks lie as

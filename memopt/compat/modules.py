@@ -1,5 +1,5 @@
 """Modules, optimizers and gradient scalers: the function that is called in place of a module's forward, the hooks and
-parts of modules, and how optimizers take fakes and gradients that are not finite."""
+parts of modules, and what optimizers and scalers do with fake tensors and with gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def reset_compiled_call(module: nn.Module) -> None:
 
 @contextmanager
 def called_plainly(module: nn.Module) -> Iterator[None]:
-    """A block in which calls of the module run its own forward and hooks, whatever `compiled_call` returns."""
+    """A context in which calls of the module run its own forward and hooks, whatever `compiled_call` returns."""
     call = vars(module).pop("_compiled_call_impl", None)
     try:
         yield
@@ -86,7 +86,7 @@ def modules_compiled(model: nn.Module) -> bool:
 
 @contextmanager
 def module_calls_seen(seen: Callable[[], None]) -> Iterator[None]:
-    """A block in which `seen` is called before the forward of any module in this thread."""
+    """A context in which `seen` is called before the forward of any module in this thread."""
     thread = threading.get_ident()
     hook = register_module_forward_pre_hook(lambda *_: seen() if threading.get_ident() == thread else None)
     try:
@@ -102,9 +102,9 @@ def forward_hook_tables(modules: Iterable[nn.Module]) -> list[Mapping[int, Calla
 
 @contextmanager
 def without_backward_hooks(model: nn.Module) -> Iterator[None]:
-    """A block in which backward passes of this thread call no hook of the model's parameters or of any module; hooks of
-    autograd nodes are called. The parameters' hooks are removed for the block, so no other thread may train this model
-    meanwhile."""
+    """A context in which backward passes of this thread call no hook of the model's parameters or of any module; hooks
+    of autograd nodes are called. The parameters' hooks are removed for the block, so no other thread may train this
+    model meanwhile."""
     tables = [table for parameter in model.parameters() for table in hook_tables(parameter)]
     hooks = [dict(table) for table in tables]
     thread = threading.get_ident()

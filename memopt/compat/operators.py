@@ -57,7 +57,7 @@ def plain_tensors() -> ExitStack:
 
 
 class RunningBy(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A block in which `run(operator, args, kwargs)` runs each operator and returns its results."""
+    """A context in which `run(operator, args, kwargs)` runs each operator and returns its results."""
 
     def __init__(self, run: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

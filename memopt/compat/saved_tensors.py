@@ -126,20 +126,20 @@ _PACKED = "the user's hooks packed what it saved"
 
 
 def unseen_by_hooks() -> AbstractContextManager[None]:
-    """A block whose saved tensors do not go to saved-tensor hooks of the user's that are active around it: a checkpoint
-    counts what the forward saves, and memopt's own runs are no part of that. Hooks set within the block work."""
+    """A context whose saved tensors do not go to saved-tensor hooks of the user's around it: a checkpoint counts what
+    the forward saves, and memopt's own runs are no part of that. Hooks set within the context work."""
     return _set_aside(lambda: True)
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[None]:
-    """A block whose saved tensors do not go to a `torch.utils.checkpoint` around it: a planned forward saves what its
+    """A context whose saved tensors do not go to a `torch.utils.checkpoint` around it: a planned forward saves what its
     plan says, and a second run in the backward would take its time and memory again."""
     return _set_aside(lambda: checkpoint_around() is not None)
 
 
 @contextmanager
 def _set_aside(is_innermost: Callable[[], bool]) -> Iterator[None]:
-    """A block without the hooks on saved tensors around it, from the innermost on for as long as that is one of those
+    """A context without the hooks on saved tensors around it, from the innermost on for as long as that is one of those
     to be set aside."""
     around = []
     try:

@@ -156,7 +156,7 @@ class CallAccounts:
 
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
-        """A block in which a call is planned: the device is searched for other tensors, and the optimizer's step is
+        """A context in which a call is planned: the device is searched for other tensors, and the optimizer's step is
         tried, only once, since planning leaves nothing behind on the device."""
         before, self._card_state = self._card_state, self._card_state_now(call)
         found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
@@ -168,7 +168,7 @@ class CallAccounts:
 
     @contextmanager
     def one_trial(self) -> Iterator[None]:
-        """A block in which the bytes that an optimizer takes are determined once and then reused. The optimizer must
+        """A context in which the bytes that an optimizer takes are determined once and then reused. The optimizer must
         not step within the block."""
         before = self._counted
         self._counted = {} if before is None else before

@@ -206,7 +206,7 @@ class Refit(Generic[Made]):
     def best(self) -> tuple[Plan, Made]:
         """The plan with the shortest step whose compiled code fits, and that code. Raises `BudgetError` for none."""
         if not self._fitting:
-            why = f"the compiled code of {len(self._above)} plans, each for fewer bytes than the one before"
+            why = f"compiled code, which held more than the budget in all {len(self._above)} plans that were tried"
             needed = self._above[-1] if self._took_smallest else min(self._above)
             raise BudgetError(self.budget_bytes, needed, why, least=False)
         return min(self._fitting, key=lambda fitting: fitting[0].step_seconds + fitting[0].added_seconds)

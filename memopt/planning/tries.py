@@ -1,4 +1,4 @@
-"""How much work may go into finding changes with which a step that no plan fits would fit."""
+"""The limit on the work that goes into finding changes with which a refused step would fit its budget."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class _Walk:
         if (rule := self.decider.rules.choose(node)) is not None:
             return Choice(rule[1], f"rule {rule[0]!r}", wished=True)
         if name in SATURATING and _leads_to_fp32(node):
-            return Choice(torch.float32, "it saturates, and is returned or read in fp32", wished=True)
+            return Choice(torch.float32, "its results, returned or read in fp32, would round to 1", wished=True)
         if name in self.decider.sum_in_fp32 and self._state(operands[0]) is _State.LOW:
             return Choice(low, "its kernel computes in fp32 inside")
         if (
@@ -145,7 +145,7 @@ class _Walk:
         if name in FP32 | FP32_SET_DTYPE and not self._small_power(node, operands):
             return Choice(torch.float32, "as under torch.autocast")
         if name in FP32_OURS:
-            return Choice(torch.float32, "it sums, or calls what torch.autocast keeps in fp32")
+            return Choice(torch.float32, "it sums, or is made of operators that torch.autocast keeps in fp32")
         if follows_input(node):
             return None
         return self._pointwise(node, operands) if is_pointwise(node) else None

@@ -63,13 +63,13 @@ class Checkpoints:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """A block in which calls of the chosen modules run as checkpoints."""
+        """A context in which calls of the chosen modules run as checkpoints."""
         with _standing_in(self.spots, self._call_of):
             yield
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """A block in which `RecomputedOtherwiseError` is raised where the second run of a module returns other values
+        """A context in which `RecomputedOtherwiseError` is raised where the second run of a module returns other values
         than its first."""
         before, self._checks = self._checks, True
         try:
@@ -80,7 +80,7 @@ class Checkpoints:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """A block in which a step is run only to count its bytes, so that its backward may stop early. When the block
+        """A context in which a step is run only to count its bytes, so that its backward may stop early. When the block
         ends, its checkpointed calls free the tensors that they saved for their second run: where a call adds outputs to
         a container that it was given, or its output is added to its input in place, Python's collector would never free
         these tensors."""
@@ -98,7 +98,7 @@ class Checkpoints:
         names = {module: name for name, module in self.model.named_modules()}
         nested = [inner for spot in self.spots for inner in spot.within]
         text = _in_words([names.get(spot.module, "") for spot in self.spots])
-        return f"{text}, and within each {len(nested) // len(self.spots)} or more of its own" if nested else text
+        return f"{text}, each with {len(nested) // len(self.spots)} or more checkpoints within it" if nested else text
 
     def _call_of(self, spot: _Spot) -> Callable[..., Any]:
         own = compiled_call(spot.module) or plain_call(spot.module)
@@ -186,7 +186,7 @@ class _State:
 
     @contextmanager
     def for_a_time(self) -> Iterator[None]:
-        """A block that starts with the attributes and tensors of the time when this object was made; when it ends,
+        """A context that starts with the attributes and tensors of the time when this object was made; when it ends,
         those from before the block are restored."""
         now = Attributes(self._module)
         values = [(tensor, tensor.detach().clone()) for tensor, *_ in self._values]
@@ -206,7 +206,7 @@ def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 @contextmanager
 def _standing_in(spots: Spots, call_of: Callable[[_Spot], Callable[..., Any]]) -> Iterator[None]:
-    """A block in which each module of `spots` is called by what `call_of` returns for it."""
+    """A context in which each module of `spots` is called by what `call_of` returns for it."""
     before = [(spot.module, compiled_call(spot.module)) for spot in spots]
     calls = [call_of(spot) for spot in spots]
     for spot, call in zip(spots, calls, strict=True):

@@ -81,8 +81,8 @@ def _lying(model: nn.Module) -> list[tuple[nn.Parameter, _Home]]:
 
 @contextmanager
 def on_device(model: nn.Module) -> Iterator[None]:
-    """A block in which parameters of a model that are stored on the host look like tensors on their device, but have no
-    memory there."""
+    """A context in which parameters of a model that are stored on the host look like tensors on their device, but have
+    no memory there."""
     if model in _called:
         yield
         return
@@ -209,7 +209,7 @@ def _run_on_copies(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @contextmanager
 def plainly(model: nn.Module, *, compiled: bool) -> Iterator[None]:
-    """A block in which the plain model can be called although parameters are stored on the host. Without gradients,
+    """A context in which the plain model can be called although parameters are stored on the host. Without gradients,
     each operator gets temporary copies of them on the device. With gradients, or if the model's own call is `compiled`,
     they are moved to the device for good."""
     if torch.is_grad_enabled() or compiled:

@@ -209,9 +209,10 @@ class Moment:
         return beside - about - self.to_come_elsewhere >= enough
 
     def others_in_backward(self, gradients_held: bool) -> int:
-        """The bytes outside of its plan when the backward of this call runs: of waiting forwards, and of gradients that
-        their backwards leave if further forwards come. With `gradients_held` and forwards waiting, half of the
-        gradients count: one backward through all forwards cannot add to `.grad` before its end."""
+        """The bytes that the model holds beside this call's plan while the call's backward runs: what waiting forwards
+        saved and, if further forwards are to come before it, the gradients that their backwards leave. Else, with
+        `gradients_held` and forwards waiting, half of the gradients: one backward through all forwards sums them apart
+        from `.grad` until it ends."""
         if self.to_come:
             return self.waiting_bytes + self.gradients
         return self.waiting_bytes + (self.gradients // 2 if self.waiting and gradients_held else 0)
@@ -312,7 +313,7 @@ class Ledger(ModelsOnDevice):
 
     @contextmanager
     def held_still(self, moment: Moment) -> Iterator[None]:
-        """A block during which new allocations are not counted as growth: they are copies made to check a step."""
+        """A context during which new allocations are not counted as growth: they are copies made to check a step."""
         self.now(moment)
         before, self._held_still = self._held_still, True
         try:

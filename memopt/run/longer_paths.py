@@ -26,7 +26,7 @@ _looked: WeakSet[nn.Module] = WeakSet()
 
 @contextmanager
 def ends_beyond(model: nn.Module, call: Call, most_nodes: float) -> Iterator[None]:
-    """A block around a forward, which ends with `LongerPath` once it has made more than `most_nodes` autograd nodes.
+    """A context around a forward, which ends with `LongerPath` once it has made more than `most_nodes` autograd nodes.
     That is seen before each of its modules runs, and at the end of the block.
 
     A model's first forward in such a block does not end, and is looked at for parameters that it writes to; nor does

@@ -213,7 +213,7 @@ class PlainCalls:
 
     @contextmanager
     def not_allowed(self) -> Iterator[None]:
-        """A block in which no call runs plain; used to check plans."""
+        """A context in which no call runs plain; used to check plans."""
         before, self.allowed = self.allowed, False
         try:
             yield
@@ -222,7 +222,7 @@ class PlainCalls:
 
     @contextmanager
     def only_way(self) -> Iterator[None]:
-        """A block in which no call can be planned, so that every call that fits runs plain, even where the user wants
+        """A context in which no call can be planned, so that every call that fits runs plain, even where the user wants
         planned calls for other reasons than memory."""
         before = self.allowed, self._whatever_else
         self.allowed = self._whatever_else = True
@@ -722,9 +722,12 @@ class PlainCalls:
         if terms.sharding is not None:
             return None
         with suppress(ValueIsRead):
+            count = partial(count_plain_step, self.model, self.plain, call, terms.card)
             held = situation.gradients_held
             with kernels_of(terms.absent_card):
-                step = count_plain_step(self.model, self.plain, call, terms.card, gradients_held=held)
+                step = count(gradients_held=held)
+                with suppress(ValueIsRead):
+                    step = (step and step.is_bound and count(gradients_held=held, closely=True)) or step
             if step is not None:
                 peak = self._needed(step, call, situation, margin=1.0)[0]
                 seconds = sum(times * call_seconds(one, terms.card) for one, times in step.calls.items())

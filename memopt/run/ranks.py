@@ -58,7 +58,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that fails on all ranks if it fails on one: that rank raises its own error, the others a
+        """A context that fails on all ranks if it fails on one: that rank raises its own error, the others a
         `BudgetError` or a `RankError` with its message."""
         failure: Exception | None = None
         try:
@@ -110,7 +110,7 @@ class Ranks:
 
 @contextmanager
 def _all_there() -> Iterator[None]:
-    """A block in which ranks wait for each other. Raises `RankError` where one of them does not answer."""
+    """A context in which ranks wait for each other. Raises `RankError` where one of them does not answer."""
     try:
         yield
     except RuntimeError as lost:

@@ -195,8 +195,8 @@ class Road:
 
     @contextmanager
     def _planning(self, call: Call) -> Iterator[None]:
-        """A block in which garbage is collected rarely. Its errors are raised as a `CaptureError`, except refusals and
-        errors in the user's input."""
+        """A context in which garbage is collected rarely. Its errors are raised as a `CaptureError`, except refusals
+        and errors in the user's input."""
         self._begins(call)
         started = time.perf_counter()
         try:

@@ -160,7 +160,7 @@ class Session:
             warnings.warn(f"calls of {type(self.model).__name__} in eval() mode run plain: {refused}", stacklevel=3)
 
     def _in_turn(self) -> AbstractContextManager[Any]:
-        """A block in which no other thread records, plans or runs a training call, as these set state of the process.
+        """A context in which no other thread records, plans or runs a training call, as these set state of the process.
         Without this lock where ranks wait for each other: the ranks may be threads."""
         return _IN_TURN if self._alone else nullcontext()
 
@@ -499,7 +499,7 @@ class Session:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """A block that sets the state to `REFUSED` if it raises `BudgetError` or `CaptureError`, and back to the
+        """A context that sets the state to `REFUSED` if it raises `BudgetError` or `CaptureError`, and back to the
         previous one at any other error."""
         before = self.status
         try:
@@ -595,8 +595,8 @@ class Session:
 
     @contextmanager
     def from_captures(self, earlier: Session | None) -> Iterator[None]:
-        """A block in which calls are planned from the graphs of `earlier`, a session of the same model, if its options
-        differ at most in budget, bytes elsewhere and forwards; `earlier` gets them back if the block fails."""
+        """A context in which calls are planned from the graphs of `earlier`, a session of the same model, if its
+        options differ at most in budget, bytes elsewhere and forwards; `earlier` gets them back if the block fails."""
         if earlier is None or not self._differs_in_room(earlier):
             yield
             return

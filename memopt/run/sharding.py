@@ -56,7 +56,7 @@ class Sharded:
 
     @contextmanager
     def together(self, terms: Callable[[], Mapping[str, str]]) -> Iterator[None]:
-        """A block for a forward, or for planning it earlier, that raises on all ranks if it raises on one of them
+        """A context for a forward, or for planning it earlier, that raises on all ranks if it raises on one of them
         before `begin` is called. The first block checks that all ranks have the same `terms`."""
         if self._ranks is None:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))

@@ -107,9 +107,8 @@ class Share:
         if not found.largest or found.other <= max(BOOKKEEPING_BYTES, self.entry.notable_bytes):
             return ""
         return (
-            f"elsewhere on the device are {size(found.other)} that are no part of this step, the largest "
-            f"{', '.join(found.largest)}; what is freed before the next step leaves it more room, and "
-            "elsewhere_gb=0 leaves them out of the budget"
+            f"{size(found.other)} on the device are no part of this step (the largest: {', '.join(found.largest)}); "
+            "free them to leave the next step more room, or give elsewhere_gb=0 to leave them out of the budget"
         )
 
     def join(self) -> None:
@@ -131,7 +130,7 @@ class Share:
 
     @contextmanager
     def held_still(self, call: Call) -> Iterator[None]:
-        """A block during which new allocations are not counted as growth: they are copies made to check a step."""
+        """A context during which new allocations are not counted as growth: they are copies made to check a step."""
         with self.ledger.held_still(self._counted(call)):
             yield
 

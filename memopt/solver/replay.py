@@ -72,7 +72,8 @@ class RepairState(NamedTuple):
 def start_replay(arrays: Arrays, seed: Ints, most: int, bytes_power: Floats, distance_power: Floats) -> RepairState:
     """The state before the first evaluation of a replay of `seed`, with room for `most` evaluations.
 
-    `bytes_power` is per storage, `distance_power` per number of evaluations up to `seed.size + 1`.
+    `bytes_power` and `distance_power` become the fields of `RepairState` that have these names; the second has an entry
+    for each number of evaluations from 0 to `seed.size + 1`.
     """
     ops, storages = arrays.seconds.size, arrays.size.size
     reads, makes = np.diff(arrays.read_start), np.diff(arrays.make_start)

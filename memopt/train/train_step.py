@@ -225,7 +225,7 @@ class TrainStep:
 
     @contextmanager
     def _undone_on_error(self, microbatches: Sequence[Any]) -> Iterator[None]:
-        """A block that leaves gradients unchanged if it fails; if it has already added to those of earlier calls, it
+        """A context that leaves gradients unchanged if it fails; if it has already added to those of earlier calls, it
         leaves none."""
         earlier, first = self.effective_batch, self.effective_batch.calls == 0
         held = [(parameter, parameter.grad) for parameter in self.parameters]

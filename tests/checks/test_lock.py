@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memopt.checks.lock import LockCheck
+from memopt.checks.lock import LockCheck, MemoryLock
+from memopt.checks.locked_rows import LockedRow
 from memopt.cli.locking import _LockFile
 from memopt.cli.main import main
 from memopt.planning.frontier import load
@@ -167,6 +168,22 @@ def test_the_rows_add_up_to_the_peaks(folder: Path) -> None:
     assert not LockCheck(memory, memory).changed
     more = replace(memory, versions={**memory.versions, "peft": "1.0"}, files={**memory.files, "old.py": "0"})
     assert LockCheck(more, memory).changed == ("peft 1.0 → none", "old.py (your code, no longer in the step)")
+
+
+def test_what_kernels_compute_counts_for_the_plain_step_and_fewer_calls_are_no_dropped_checkpoint() -> None:
+    """As seen for one-hot targets and for an upcast at a card's sizes, through inductor."""
+    casts = LockedRow(("h.0",), "convert_element_type", "train.py:9", "out(x)", made=2**26, calls=4, checkpointed=4)
+    old = MemoryLock("Net", "rtx-4090", 2**30, 2**30, 2**30, 0.0, 1.0, {}, {}, (casts,))
+    line = LockedRow(("",), "_to_copy", "train.py:41", "one_hot(targets)", made=1024, fused=2**29, calls=1)
+    fewer = replace(casts, source="train.py:10", calls=3, checkpointed=3)
+    new = replace(old, plain=2**31, rows=(fewer, line))
+    (culprit,) = LockCheck(old, new).culprits
+    assert (culprit.source, culprit.grown) == ("train.py:41", "512 MB more")
+    (culprit,) = LockCheck(old, replace(new, plain=2**30, planned=2**31)).culprits
+    assert culprit.grown == "1 kB more"
+    dropped = replace(casts, checkpointed=0)
+    (culprit,) = LockCheck(old, replace(old, plain=2**31, rows=(dropped,))).culprits
+    assert culprit.grown == "64 MB no longer checkpointed"
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memopt import DEFAULT_LEVERS
+from memopt.cli.failures import UsageError
 from memopt.cli.huggingface import architecture
 from memopt.cli.job import Job
 from memopt.cli.kept import planned
@@ -190,3 +191,16 @@ def test_weights_are_tied_where_nothing_is_initialized(monkeypatch: pytest.Monke
     with torch.device("meta"):
         model: Any = architecture("gpt2", {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64})()
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_transformers_that_cannot_be_imported_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers.py").write_text("import its_dependency")
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"need transformers, whose import fails here .*No module named 'its_depend"):
+        architecture("gpt2", {})
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"need transformers: pip install 'memopt\[transformers\]'"):
+        architecture("gpt2", {})

@@ -124,7 +124,9 @@ def test_where_nothing_fits_the_refusal_has_the_smallest_peak() -> None:
     refit: Refit[str] = Refit(BUDGET)
     for peak in (120_000, 110_000):
         judged(refit, plan(peak), "above")
-    with pytest.raises(memopt.BudgetError, match="the compiled code of 2 plans") as refused:
+    with pytest.raises(
+        memopt.BudgetError, match="compiled code, which held more than the budget in all 2 plans"
+    ) as refused:
         refit.best()
     assert refused.value.smallest_bytes == 110_000
 

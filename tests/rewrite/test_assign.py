@@ -46,14 +46,14 @@ def test_reasons() -> None:
         "linear": "bf16: as under torch.autocast",
         "to": "fp32: the model casts to fp32",
         "pow_1": "fp32: as under torch.autocast",
-        "mean": "fp32: it sums, or calls what torch.autocast keeps in fp32",
+        "mean": "fp32: it sums, or is made of operators that torch.autocast keeps in fp32",
         "rsqrt": "fp32: as under torch.autocast",
         "mul": "fp32: an operand is fp32",
         "to_1": "bf16: the model casts back",
         "mul_1": "bf16: elementwise, operands in 16 bits",
         "gelu": "bf16: elementwise, operands in 16 bits",
         "add": "bf16: elementwise, operands in 16 bits",
-        "cross_entropy_loss": "fp32: it sums, or calls what torch.autocast keeps in fp32",
+        "cross_entropy_loss": "fp32: it sums, or is made of operators that torch.autocast keeps in fp32",
     }
 
 

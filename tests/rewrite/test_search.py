@@ -58,7 +58,7 @@ def test_a_norm_that_only_products_read_gives_16_bits() -> None:
     assert plan.choices["linear"].reason == "as under torch.autocast"
     assert dtypes(plan)["cross_entropy_loss"] == FP32
     (note,) = plan.notes
-    assert note.startswith("search: against the default choices the cut saves ")
+    assert note.startswith("search: the dtypes found save ")
 
 
 def test_rounding_more_than_the_default_must_be_allowed() -> None:
@@ -141,7 +141,7 @@ def test_gpt2_trains_a_step() -> None:
     text = str(made.diff("precision"))
     assert "# bf16: cut: saves " in text
     assert "# fp32: cut: bf16 would " in text
-    assert any(note.startswith("search: against the default choices the cut saves ") for note in made.notes)
+    assert any(note.startswith("search: the dtypes found save ") for note in made.notes)
 
 
 @pytest.mark.slow

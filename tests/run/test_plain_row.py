@@ -60,6 +60,23 @@ def test_it_is_what_the_plain_step_takes() -> None:
     assert plan.receipt[0].seconds == pytest.approx(plan.receipt[1].seconds, rel=0.1)
 
 
+class Upwards(nn.Module):
+    """As a U-Net's second half; rules allow its convolutions several times the workspace that they take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.ConvTranspose2d(24, 12, 4, 2, 1), nn.ConvTranspose2d(12, 3, 4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.up(x).relu()).square().mean()
+
+
+def test_workspaces_of_the_plain_step_are_measured() -> None:
+    """The captured step takes 1.98 MB, the plain one 2.63; by the rules it would take 5.74."""
+    plan = memopt.plan(Upwards(), 1.0, (torch.randn(8, 24, 16, 16),), precision="fp32", allow={"recompute"})
+    assert plan.receipt[0].peak_bytes < 1.5 * plan.receipt[1].peak_bytes
+
+
 def test_rows_lead_to_the_plan() -> None:
     roomy = planned()
     tight = roomy.at(0.6 * roomy.predicted_peak_gb)

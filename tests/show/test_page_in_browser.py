@@ -84,6 +84,11 @@ def test_the_names_of_the_recipes_are_whole_on_a_phone(phone: Any, plan: Plan) -
     assert all(f"{recipe.name}: " in below for recipe in plan.recipes() if recipe.added_time > 0)
 
 
+def test_the_planned_bytes_are_seen_on_a_phone(phone: Any) -> None:
+    ends = "return [...document.querySelectorAll('.two td.n')].map((cell) => cell.getBoundingClientRect().right)"
+    assert max(phone.execute_script(ends)) <= 390
+
+
 def test_the_hint_of_the_search_is_whole_on_a_phone(phone: Any) -> None:
     room, hint = phone.execute_script(
         "const box = document.getElementById('search'), style = getComputedStyle(box);"
