@@ -23,6 +23,7 @@ from memopt.planning.options import Options
 from memopt.progress import stage
 from passes import Pass, Pipeline, passes_for
 from passes.ops.fp8_formats import histories_of
+from passes.ops.offload_ops import host_memory
 
 _HOST_MARGIN = 0.1
 """The share of the host's free memory that a plan leaves free where the user gives no `host_gb`."""
@@ -112,9 +113,11 @@ class ModelTerms:
         the bytes that offloads may take on the host."""
         card, room = self._card, self.options.host_bytes
         if room is None and self.options.hardware is None and card.link.bytes_per_second > 0:
-            free = device_of(HOST).free_bytes(HOST)
-            if free is not None and (card.link.host_bytes or 0) > (left := int(free * (1 - _HOST_MARGIN))):
-                room = left - left % GIB if left >= GIB else left  # so that the next run finds its plan
+            free, held = device_of(HOST).free_bytes(HOST), host_memory(card.device_type).mapped_bytes
+            left = 0 if free is None else int(free * (1 - _HOST_MARGIN))
+            left = held + (left - left % GIB if left >= GIB else left)  # so that the next run finds its plan
+            if free is not None and (card.link.host_bytes or 0) > left:
+                room = left
         return card if room is None else replace(card, host_bytes=room)
 
     @property

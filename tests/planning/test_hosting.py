@@ -6,12 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import memopt
+from memopt.compat.host import HOST
+from memopt.device import Hardware
+from memopt.device.cpu import CPU
+from memopt.planning import terms as model_terms
 from memopt.planning.derived import with_kept_outputs
+from memopt.planning.options import check_options
 from memopt.planning.planner import Request
 from memopt.planning.stages import Priced, StepOfPlan
+from memopt.planning.terms import ModelTerms
+from passes.ops.offload_ops import lend
 from tests.end_to_end.hosted import EXPERTS, frozen_bytes, linked, options
+from tests.linked import linked_cpu
 from tests.planned import ACCOUNT, captured
 
 __all__ = ["linked"]
@@ -64,3 +74,15 @@ def test_what_is_said_of_other_ways_has_the_parameters_on_the_device(
     (hosting, _), (step, _) = seen
     assert (hosting, step) == (plan.priced, whole.priced)
     assert len({account.parameters + step.problem.problem.home_bytes for step, account in seen}) == 1
+
+
+def test_memory_that_parameters_have_on_the_host_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def linked_with_room(device: torch.device) -> Hardware:
+        return replace(linked_cpu(device), memory_bytes=1 << 40)
+
+    monkeypatch.setattr(model_terms, "hardware_of", linked_with_room)
+    monkeypatch.setattr(type(CPU), "free_bytes", lambda self, device: 1000)
+    values = lend(torch.ones(25_000), HOST)
+    room = ModelTerms(nn.Linear(2, 2), check_options(1.0)).card.link.host_bytes
+    assert room is not None
+    assert values.nbytes < room
