@@ -288,12 +288,6 @@ class Entry:
         return self.given_optimizer.now
 
     @property
-    def with_state(self) -> bool:
-        """Whether plans count optimizer state, so that state beyond what they count is counted as outside of the
-        step."""
-        return self.optimizer is not None
-
-    @property
     def has_looked(self) -> bool:
         """Whether it is known which optimizers step the model and which other tensors are on the device."""
         return self.fixed_bytes is not None or bool(self.looks)

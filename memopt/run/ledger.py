@@ -466,4 +466,4 @@ class Ledger(ModelsOnDevice):
             buckets=moment.buckets,
             libraries=sum(kind.library_workspaces(kind.reported(self.device))) if kind.caching else 0,
         )
-        return replace(found, state=found.state if entry.with_state else 0)
+        return replace(found, state=found.state if entry.optimizer is not None else 0)

@@ -143,10 +143,6 @@ class _Kind:
     beside: int = 0
     """The most bytes outside of the step when one of these was counted on values; 0 where none was."""
 
-    def does_not_fit(self, sizes: Sizes) -> bool:
-        """Whether sizes that no count covers cannot fit, because smaller ones do not."""
-        return any(covers(sizes, least) for least in self.too_large)
-
     def a_plan_will_do(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
         """Whether sizes that no count covers are planned rather than counted: because there are enough counts, or
         because a plan was made whose graph serves these sizes too, so that planning takes less time than counting."""
@@ -256,7 +252,7 @@ class PlainCalls:
                 if sizes != self._latest_sizes:
                     self._note_latest(call, sizes)
                 return fitting
-        too_large = kind.does_not_fit(sizes)
+        too_large = any(covers(sizes, least) for least in kind.too_large)  # smaller ones do not fit
         if too_large and kind.beside and self._has_more_room(kind, now):
             kind.too_large.clear()
             kind.beside, too_large = 0, False
@@ -288,13 +284,11 @@ class PlainCalls:
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)
-        with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
-            if step is not None and step.draws:  # later calls may run more
-                for highest in (False, True):
-                    with extreme_draws(highest=highest):
-                        other = self._count_step(call, situation, most_bytes, closely=True)
-                    step = max(step, other or step, key=lambda one: one.peak_bytes)
+        step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
+        for highest in (False, True) if step is not None and step.draws else ():  # later calls may run more
+            with extreme_draws(highest=highest):
+                other = self._count_step(call, situation, most_bytes, closely=True)
+            step = max((one for one in (step, other) if one is not None), key=lambda one: one.peak_bytes)
         if step is None:
             return None
         needed, account = self._needed(step, call, situation)
@@ -310,8 +304,7 @@ class PlainCalls:
         """The step of a call that does not fit, to be run beyond the budget with a warning; None where it cannot be
         counted, or needs far more."""
         budget = self.planner.terms.options.budget_bytes
-        with self._settings.naming():
-            step = self._count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
+        step = self._count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
         if step is None:
             return None
         needed, account = self._needed(step, now.call, now.situation)
@@ -335,8 +328,7 @@ class PlainCalls:
         or where all calls are to be planned."""
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
-        with self._settings.naming():
-            step = self._count_step(now.call, now.situation, most_bytes, closely=True)
+        step = self._count_step(now.call, now.situation, most_bytes, closely=True)
         if step is None:
             return None
         needed, account = self._needed(step, now.call, now.situation)
@@ -355,8 +347,7 @@ class PlainCalls:
         if self._graph_of(call).derived and self.entry.gradients_stay is not False:
             # No plan computes it, so that later calls must fit too, whose gradients may exist from the beginning.
             situation = replace(situation, gradients_held=True)
-        with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes, closely=True)
+        step = self._count_step(call, situation, most_bytes, closely=True)
         if step is None:
             return None
         callers_code = _of_callers_code(step, self.entry, step.output_bytes)
@@ -490,8 +481,7 @@ class PlainCalls:
             most = step.peak_bytes + held - step.held_bytes
             counted = replace(step, peak_bytes=most, before_last_bytes=most, derived_bytes=held)
             if fitting.call is not None:
-                with self._settings.naming():
-                    counted = self._count_step(fitting.call, situation, WORTH_NAMING * budget, closely=True) or counted
+                counted = self._count_step(fitting.call, situation, WORTH_NAMING * budget, closely=True) or counted
             beside = moment.reserved_bytes(step.held_bytes)
             beside += (elsewhere_bytes := moment.known_elsewhere(fitting.account))
             needed = needs(counted.peak_bytes) + beside
@@ -569,8 +559,7 @@ class PlainCalls:
         if not fitting.step.is_bound or fitting.call is None:
             return None
         budget_bytes = self.planner.terms.options.budget_bytes
-        with self._settings.naming():
-            step = self._count_step(fitting.call, situation, budget_bytes, closely=True)
+        step = self._count_step(fitting.call, situation, budget_bytes, closely=True)
         return None if step is None else self._fitting(step, fitting.call, situation)
 
     def _has_more_room(self, kind: _Kind, now: CallInProgress) -> bool:
@@ -594,8 +583,7 @@ class PlainCalls:
         given: Any = {"closely": moment.others_train or derived, "beside": beside}
         most = self.planner.terms.options.budget_bytes * (WORTH_NAMING if derived and self.entry.stepped else 1)
         for batch in (call,) if special else (*_grown(call, kind), call):
-            with self._settings.naming():
-                step = self._count_step(batch, situation, most, **given)
+            step = self._count_step(batch, situation, most, **given)
             if step is not None and (step.depends_on_values or step.draws):
                 self.entry.paths.add(step.nodes)
             if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
@@ -631,7 +619,7 @@ class PlainCalls:
         """
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks, with the other ranks, which do not count
-        with self.checkpoints.counted() if self.checkpoints else nullcontext():
+        with self._settings.naming(), self.checkpoints.counted() if self.checkpoints else nullcontext():
             return self._counted_step(call, situation, budget_bytes, closely=closely, beside=beside)
 
     def _counted_step(
