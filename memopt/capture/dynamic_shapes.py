@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from memopt.capture.between import Passed
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import MARGIN, most_observed
 from memopt.capture.inputs import Call, replaced_tensors, tensor_numbers, tensors_in
-from memopt.capture.region import CapturedCall, RegionRun, Sizes
+from memopt.capture.region import Sizes
 from memopt.compat.dynamo import marked_changing
 
 _EAGER = "held_bytes", "after_bytes", "returning_bytes"

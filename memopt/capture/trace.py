@@ -13,10 +13,11 @@ from torch import fx
 
 from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.between import EagerCodeBytes, Passed
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import DecideJoint, Operators
-from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.region import RecordedRegion
 from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.host import device_among
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
