@@ -10,17 +10,9 @@ from torch import nn
 
 from memopt.compat.tensors import same_bits
 from memopt.meter import measure_peak
-from memopt.training_state import (
-    CallState,
-    ForwardState,
-    TrainingState,
-    containers_restored,
-    generator_states,
-    parameters_restored,
-    set_generators,
-    undone,
-    written_parameters,
-)
+from memopt.random_states import generator_states, set_generators
+from memopt.saved_values import parameters_restored, written_parameters
+from memopt.training_state import CallState, ForwardState, TrainingState, containers_restored, undone
 from passes.ops.fp8_formats import histories_of
 
 CPU = torch.device("cpu")

@@ -19,7 +19,8 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.dynamo import keep_nodes
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode, to_fake
 from memopt.compat.host import HOST
-from memopt.training_state import Attributes, generator_states, set_generators
+from memopt.random_states import generator_states, set_generators
+from memopt.training_state import Attributes
 
 Fakes = Mapping[torch.Tensor, torch.Tensor]
 

@@ -36,6 +36,7 @@ from memopt.lru import LruCache
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
 from memopt.planning.terms import Situation
+from memopt.random_states import extreme_draws
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import WORTHWHILE, Entry
@@ -49,7 +50,6 @@ from memopt.run.second_run import PlainSecondRun
 from memopt.run.settings import Settings
 from memopt.run.sizes import covers
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
-from memopt.training_state import extreme_draws
 from memopt.units import size
 
 MARGIN = 1.02

@@ -47,7 +47,8 @@ from memopt.run.second_run import SecondRun
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds
 from memopt.run.weak_inputs import WeakInputs
-from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone, values_restored
+from memopt.saved_values import values_restored
+from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone
 from memopt.units import size
 
 _Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], bool, tuple[tuple[str, int], ...]]

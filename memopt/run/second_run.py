@@ -17,9 +17,10 @@ from memopt.compat.autograd import next_node_number, nodes_since, python_nodes
 from memopt.compat.operators import tree_flatten, tree_leaves, tree_unflatten
 from memopt.compat.saved_tensors import all_saved, replace_saved, saved_by, set_versions
 from memopt.compat.tensors import bytes_by_address, special_kind
+from memopt.random_states import generator_states, set_generators
 from memopt.run.checkpoints import sums_agree, sums_of
 from memopt.run.weak_inputs import WeakInputs
-from memopt.training_state import CallState, ForwardState, generator_states, set_generators, undone_but_parameters
+from memopt.training_state import CallState, ForwardState, undone_but_parameters
 
 _CHANGED = (
     "a variable needed for gradient computation has been modified by an inplace operation: a weight or an input of a "
