@@ -37,8 +37,9 @@ from memopt.run.entry import WORTHWHILE, Entry
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.longer_paths import LongerPath, ends_beyond
 from memopt.run.overlaps import Alone
-from memopt.run.pending import CREATED, RETAINED, WAITS, WORTH_NAMING, PlainForward
+from memopt.run.pending import CREATED, RETAINED, WORTH_NAMING
 from memopt.run.plain_counter import PlainCounter
+from memopt.run.plain_forward import WAITS, PlainForward
 from memopt.run.plain_kinds import Kind, Sizes, graph_key, grown, kind_of_inputs, sizes_of
 from memopt.run.road import Road
 from memopt.run.safety_net import tighter

@@ -16,7 +16,7 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.autograd import next_node_number, nodes_since, python_nodes
 from memopt.compat.operators import tree_flatten, tree_leaves, tree_unflatten
 from memopt.compat.saved_tensors import all_saved, replace_saved, saved_by, set_versions
-from memopt.compat.tensors import bytes_by_address, special_kind
+from memopt.compat.tensors import WeakStorage, bytes_by_address, special_kind
 from memopt.random_states import generator_states, set_generators
 from memopt.run.checkpoints import sums_agree, sums_of
 from memopt.run.weak_inputs import WeakInputs
@@ -27,6 +27,13 @@ _CHANGED = (
     "forward that is run once more in its backward, since the budget has no room for what several forwards save; "
     "change it after the backward"
 )
+
+
+def held_with_second_run(held_bytes: int, outputs: Iterable[WeakStorage]) -> tuple[int, int]:
+    """The bytes that a forward with a second run in its backward holds until then, if `held_bytes` of its saved values
+    cannot be freed; and the bytes beyond its step that its backward needs."""
+    returned = sum(one.nbytes for one in outputs)
+    return max(returned, held_bytes), max(1, 2 * returned)  # both runs' outputs, and their gradients
 
 
 @dataclass(frozen=True, eq=False)
