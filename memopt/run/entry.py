@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import count
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,64 +48,79 @@ _numbers = count(1)
 """Numbers the forwards of all models in the order in which they begin."""
 
 
-class Waiting(Protocol):
-    """A forward that may wait for its backward, with the attributes that the device's `Ledger` reads."""
+@dataclass(eq=False, kw_only=True)
+class Waiting(ABC):
+    """A forward that may wait for its backward."""
 
     entry: Entry
     held_bytes: int
-    number: int
-    """Its place in the order of all forwards."""
-    overlaps: set[Overlap]
+    """The bytes that it holds until its backward, without resident bytes."""
+    given: tuple[WeakStorage, ...] = ()
+    """The storages of the call's inputs."""
+    number: int = 0
+    """Its number among all forwards, in the order in which they began."""
+    overlaps: set[Overlap] = field(default_factory=set)
     """The forwards of other models that have run since it began."""
 
+    @abstractmethod
     def free_saved(self) -> int:
-        """Free what the forward has saved until its backward; returns the bytes freed."""
+        """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes
+        freed; 0 where it cannot be run again."""
 
+    @abstractmethod
     def saved_bytes(self) -> int:
-        """The bytes that the forward would hold with nothing recomputed."""
+        """The bytes that the forward would hold until its backward with nothing recomputed."""
 
 
-class _Forward(Waiting, Protocol):
-    """A planned forward, with the attributes that the device's `Ledger` reads."""
+@dataclass(eq=False, kw_only=True)
+class WaitingPlanned(Waiting):
+    """A planned forward, as the device's `Ledger` knows it; `PendingForward` is its implementation."""
 
     plan: Plan
-    given: tuple[WeakStorage, ...]
-    """The storages of the call's inputs."""
-    outputs: list[WeakStorage]
-    done: bool
-
-    def held(self) -> list[torch.Tensor]:
-        """The tensors that the forward has saved and not freed yet."""
-
-    again_bytes: int
+    outputs: list[WeakStorage] = field(default_factory=list)
+    """The storages of the outputs of its regions, and of tensors that code between them returned and saved."""
+    done: bool = False
+    again_bytes: int = 0
     """The bytes beyond the plan that its backward needs if the forward runs a second time in it; else 0."""
-    judged: bool
+    judged: bool = True
     """Whether its backward is refused where it would exceed the budget."""
 
+    @abstractmethod
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that its regions, and eager code between them, have saved and that are not freed yet."""
+
+    @abstractmethod
     def after_backward(self) -> None:
         """Mark the forward as done."""
 
+    @abstractmethod
     def undo(self) -> bool:
         """Undo the call after its backward has failed; returns whether gradients, buffers and random states are as
         before the call."""
 
+    @abstractmethod
     def is_in_backward(self) -> bool:
         """Whether the running backward has reached this forward."""
 
+    @abstractmethod
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
         """A budget of at least `needed` bytes with room for other forwards; `retained`: with room for a step that keeps
         its graph (`retain_graph=True`)."""
 
 
-class Plain(Waiting, Protocol):
-    """A forward that runs without a plan, with the attributes that the device's `Ledger` reads."""
+@dataclass(eq=False, kw_only=True)
+class WaitingPlain(Waiting):
+    """A forward that ran without a plan, as the device's `Ledger` knows it; `PlainForward` is its implementation."""
 
     room_bytes: int
-    peak_bytes: int
+    """The bytes of the budget that its step leaves free, if no other forward waits and nothing is elsewhere."""
     account: Account
-    given: tuple[WeakStorage, ...]
+    """The bytes of its step other than activations."""
+    peak_bytes: int
+    """The most bytes that its forward and backward hold, without resident bytes."""
     outputs: tuple[WeakStorage, ...]
-    freed: bool
+    """The storages of its outputs."""
+    freed: bool = False
     """Whether a backward has begun that frees its graph."""
 
 
@@ -204,7 +220,7 @@ class Entry:
     """The number of planned forwards that have begun."""
     number: int = 0
     """The number of the latest forward, among the forwards of all models."""
-    latest: weakref.ref[_Forward] | None = None
+    latest: weakref.ref[WaitingPlanned] | None = None
     """The forward that began last."""
     found: Elsewhere = field(default_factory=Elsewhere)
     """What the latest search at any moment found."""
@@ -229,9 +245,9 @@ class Entry:
     """The refusals of calls while the caller kept outputs of the step before, by situation and shapes of the inputs."""
     plain_step_bytes: StepBytes | None = None
     """The bytes of the step of the latest plain call; None before one."""
-    planned: weakref.WeakSet[_Forward] = field(default_factory=weakref.WeakSet)
-    plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
-    ending: list[_Forward] = field(default_factory=list)
+    planned: weakref.WeakSet[WaitingPlanned] = field(default_factory=weakref.WeakSet)
+    plain: weakref.WeakSet[WaitingPlain] = field(default_factory=weakref.WeakSet)
+    ending: list[WaitingPlanned] = field(default_factory=list)
     """The planned forwards whose saved values were given to the running backward. Where one has failed, they stay until
     the next forward begins."""
     _warned_bytes: int = 0
@@ -358,7 +374,7 @@ class Entry:
         after, before = self.beside_waiting or (plan.held_bytes, 0)
         return after if plan.held_bytes <= before else max(after, plan.held_bytes)
 
-    def add(self, forward: _Forward) -> None:
+    def add(self, forward: WaitingPlanned) -> None:
         """Add a planned forward that begins now."""
         self.begun += 1
         self.latest = weakref.ref(forward)
@@ -371,7 +387,7 @@ class Entry:
             self.gradient_bytes = max(self.gradient_bytes or 0, account.gradients)
             self.state_bytes = max(self.state_bytes or 0, account.optimizer_state)
 
-    def add_plain(self, forward: Plain) -> None:
+    def add_plain(self, forward: WaitingPlain) -> None:
         """Add a forward that begins now and runs plain."""
         self._number(forward)
         self.latest_outputs = forward.outputs
@@ -480,17 +496,17 @@ class Entry:
         in_step = account.optimizer_step_bytes(returned_bytes) - account.elsewhere + elsewhere_bytes
         return max(0, account.optimizer_state - self.found.state) if in_step <= plan.budget_bytes else 0
 
-    def waiting(self) -> list[_Forward]:
+    def waiting(self) -> list[WaitingPlanned]:
         """The planned forwards whose backward has not run yet, in the order in which they began."""
         if not self.planned:  # iterating takes longer than this
             return []
         return sorted([forward for forward in self.planned if not forward.done], key=attrgetter("number"))
 
-    def plain_waiting(self) -> list[Plain]:
+    def plain_waiting(self) -> list[WaitingPlain]:
         """The forwards that ran without a plan and whose backward has not begun yet."""
         return list(self.plain) if self.plain else []
 
-    def in_backward(self) -> list[_Forward]:
+    def in_backward(self) -> list[WaitingPlanned]:
         """The planned forwards that the running backward has reached."""
         return [forward for forward in self.planned if forward.is_in_backward()]
 

@@ -41,9 +41,8 @@ from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
 from memopt.planning.derived import lasting_bytes, returned_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
-from memopt.run.entry import Entry
+from memopt.run.entry import WaitingPlanned
 from memopt.run.ledger import Ledger, Moment
-from memopt.run.overlaps import Overlap
 from memopt.run.safety_net import GradientsBefore
 from memopt.run.second_run import SecondRun, held_with_second_run
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, LOSS_OUTSIDE, UntilBackward, staying
@@ -58,33 +57,20 @@ class Releasable(Protocol):
 
 
 @dataclass(eq=False)
-class PendingForward:
+class PendingForward(WaitingPlanned):
     """A planned forward whose backward has not run yet. Until then, forwards and gradients may appear that the plan
     does not include; `before_backward` checks for them."""
 
-    plan: Plan
     model: weakref.ref[nn.Module]
     hooked: frozenset[int]
     """The `id`s of the parameters whose gradients the plan assumes to go to hooks."""
-    entry: Entry
     accumulation: Accumulation
-    held_bytes: int
-    """The bytes that it holds until its backward, without resident bytes."""
     moment_of: Callable[[PendingForward, Sequence[object]], Moment]
     """Returns the `Moment` of its backward, given the gradients with which that begins."""
-    given: tuple[WeakStorage, ...] = ()
-    """The storages of the call's inputs."""
-    outputs: list[WeakStorage] = field(default_factory=list)
-    """The storages of the outputs of its regions, and of tensors that code between them returned and saved."""
     nodes: list[weakref.ref[Any]] = field(default_factory=list)
     """The autograd nodes of its regions, which hold what they saved."""
     first_node: int | None = None
     """A number below those of all its autograd nodes, if code between regions may have made some; else None."""
-    number: int = 0
-    """Its number among all forwards, in the order in which they began."""
-    overlaps: set[Overlap] = field(default_factory=set)
-    """The forwards of other models that have run since it began."""
-    done: bool = False
     backward_begins: Callable[[], None] = lambda: None
     """Called when the first backward begins."""
     copies: tuple[WeakStorage, ...] = ()
@@ -105,10 +91,6 @@ class PendingForward:
     """The bytes of unsharded gradients of these parameters that this rank held when it began; its plan counts them."""
     second_run: SecondRun | None = None
     """The means to compute its saved values a second time; None where that is not possible."""
-    judged: bool = True
-    """Whether its backward is refused where it would exceed the budget."""
-    again_bytes: int = 0
-    """The bytes beyond the plan that its backward needs if the forward runs a second time in it; else 0."""
     _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
     _held: list[Releasable] = field(default_factory=list)

@@ -289,9 +289,17 @@ class PlainCalls(PlainCounter):
             again.returned(result)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
-            given, returned = tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))
-            counted = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
-            forward = PlainForward(self.entry, *counted, given, returned, check_graph, again)
+            forward = PlainForward(
+                check_graph,
+                again,
+                entry=self.entry,
+                held_bytes=step.held_bytes,
+                given=tuple(weak_storages(tensors_in(call))),
+                room_bytes=fitting.room_bytes,
+                account=fitting.account,
+                peak_bytes=step.peak_bytes,
+                outputs=tuple(weak_storages(outputs)),
+            )
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
             waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model

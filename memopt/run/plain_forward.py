@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memopt.account.account import Account
 from memopt.compat.autograd import (
     FREED,
     KEPT,
@@ -21,11 +20,9 @@ from memopt.compat.autograd import (
     passes_by,
     retains_graph,
 )
-from memopt.compat.tensors import WeakStorage
 from memopt.live_objects import live_objects
-from memopt.run.entry import Entry
+from memopt.run.entry import WaitingPlain
 from memopt.run.ledger import Ledger
-from memopt.run.overlaps import Overlap
 from memopt.run.second_run import PlainSecondRun, held_with_second_run
 from memopt.run.until_backward import UntilBackward
 
@@ -34,22 +31,9 @@ WAITS = "memopt waits"
 
 
 @dataclass(eq=False)
-class PlainForward:
+class PlainForward(WaitingPlain):
     """A forward that ran without a plan and waits for its backward; its autograd graph keeps this object alive."""
 
-    entry: Entry
-    held_bytes: int
-    """The bytes that it holds until its backward, without resident bytes."""
-    room_bytes: int
-    """The bytes of the budget that its step leaves free, if no other forward waits and nothing is elsewhere."""
-    account: Account
-    """The bytes of its step other than activations."""
-    peak_bytes: int
-    """The most bytes that its forward and backward hold, without resident bytes."""
-    given: tuple[WeakStorage, ...]
-    """The storages of the call's inputs."""
-    outputs: tuple[WeakStorage, ...]
-    """The storages of its outputs."""
     check_graph: Callable[[PlainForward, Retention, bool], None]
     """Called with this forward, how its backwards keep its graph (the one that begins now included), and whether the
     last backward begins, which frees the graph. Raises `BudgetError` where the budget has no room for that."""
@@ -57,14 +41,10 @@ class PlainForward:
     """The means to compute its saved values a second time; None where that is not possible."""
     graph: Retention = FREED
     """How its backwards so far have kept its graph."""
-    freed: bool = False
-    """Whether a backward has begun that frees its graph."""
     _derives: bool = False
     """Whether a backward is running whose gradients have a graph of their own."""
     _freed_bytes: int = 0
     """The bytes that a second run will save again."""
-    number: int = 0
-    overlaps: set[Overlap] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         gradients_asked(self)

@@ -32,7 +32,7 @@ from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.run.changed_inputs import watch_plain
-from memopt.run.entry import Entry, Plain
+from memopt.run.entry import Entry, WaitingPlain
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.overlaps import AsPlain, Overlap, room_for_others
 from memopt.run.pending import PendingForward, release_all
@@ -344,14 +344,14 @@ class Share:
             earlier = [one.held_bytes for one in (*self.entry.waiting(), *self.entry.plain_waiting())]
             self.entry.beside_waiting = held, max(earlier)
         forward = PendingForward(
-            plan,
             weakref.ref(self.model),
             situation.hooked,
-            self.entry,
             accumulation,
-            held,
             self.backward_moment,
-            tuple(weak_storages(tensors_in(call))),
+            entry=self.entry,
+            plan=plan,
+            held_bytes=held,
+            given=tuple(weak_storages(tensors_in(call))),
         )
         self.entry.add(forward)
         self.ledger.begins(forward)
@@ -405,7 +405,7 @@ class Share:
     def _gradients(self) -> int:
         return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
-    def _left_bytes(self, forward: Plain, call: Call) -> int:
+    def _left_bytes(self, forward: WaitingPlain, call: Call) -> int:
         """The bytes of the budget that the step of a waiting plain forward leaves free while another call begins, if it
         were the only one that waits. Its own inputs are then found elsewhere too, and are counted once."""
         held = _have_gradients(parameters_in(modules_of(self.model)))
