@@ -43,10 +43,9 @@ from memopt.run.pending import PendingForward
 from memopt.run.plans_of_regions import PlansOfRegions, RegionRecorded
 from memopt.run.replay import Replay, hand_out
 from memopt.run.road import Road
-from memopt.run.second_run import SecondRun
+from memopt.run.second_run import SecondRun, WeakInputs
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds
-from memopt.run.weak_inputs import WeakInputs
 from memopt.saved_values import values_restored
 from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone
 from memopt.units import size

@@ -21,7 +21,7 @@ from memopt.errors import UnplannedGradientError
 from memopt.random_states import generator_states, set_generators
 from memopt.run.on_demand import Later
 from memopt.run.pending import PendingForward
-from memopt.run.weak_inputs import WeakInputs
+from memopt.run.second_run import WeakInputs
 from memopt.training_state import CallState, generators_before
 
 
