@@ -15,10 +15,10 @@ from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import choices
-from memopt.run.counted_step import CountedStep
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger
 from memopt.run.plain_calls import PlainCalls
+from memopt.run.plain_counter import CountedStep
 
 _WORTH_NAMING = 2
 """For a call that cannot be captured, the largest budget that a refusal looks for and names, as a multiple of the given

@@ -1,11 +1,11 @@
-"""Counts the bytes of the plain model's steps, for a budget."""
+"""A step of the plain model with its counted bytes, and how these are counted for a budget."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -25,10 +25,11 @@ from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import PLAIN_STEP, ReceiptRow
 from memopt.planning.terms import Situation
 from memopt.run.checkpoints import Checkpoints
-from memopt.run.counted_step import CountedStep
 from memopt.run.entry import Entry
-from memopt.run.plain_kinds import graph_key
+from memopt.run.ledger import Moment
 from memopt.run.settings import Settings
+from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
+from memopt.units import size
 
 MARGIN = 1.02
 """The factor for what the count of a plain step may miss; on a GPU, whose allocator leaves gaps, `CUDA_MARGIN`."""
@@ -37,6 +38,58 @@ VALUES_MARGIN = 1.5
 """As `MARGIN`, for code that branches on values: the next batch may run another branch."""
 CHECKPOINTS_MARGIN = 1.25
 """As `VALUES_MARGIN`, where modules run as activation checkpoints: they hold mostly their inputs."""
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    """A step that fits the budget without a plan, with the bytes that it was counted to hold."""
+
+    step: PlainStep
+    room_bytes: int
+    """The bytes of the budget that it leaves free."""
+    account: Account
+    """The bytes of the step other than activations."""
+    call: Call | None
+    """The call that was counted, without its values; None where its count depends on them."""
+
+    @property
+    def reason(self) -> str:
+        """Why the call runs plain, as a clause that begins with "since"."""
+        if self.room_bytes < 0:
+            return f"since an error would end the training: its step needs {size(-self.room_bytes)} beyond the budget"
+        return f"since its step fits the budget with {size(self.room_bytes)} to spare"
+
+    def fits(self, moment: Moment, further: int = 0) -> bool:
+        """Whether the step fits the budget together with waiting forwards, everything else on the device, and `further`
+        bytes."""
+        held = 0 if self.step.graph.derived else self.step.held_bytes  # other forwards hold no graphs of gradients
+        kept = moment.kept_outputs
+        if moment.appears and not moment.entry.latest_outputs:  # the first step: the next one is to run so, too
+            kept = self.step.output_bytes
+        room = self.room_bytes - further - callers_code_bytes(self.step, moment.entry, kept)
+        fits = moment.leaves(room - moment.reserved_bytes(held), self.account)
+        return fits and moment.may_hold(held)
+
+
+def callers_code_bytes(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
+    """The bytes by which the caller's own code raises a step above its own peak: a loss outside of the model, as seen
+    or as guessed; or the outputs of the step before, of `kept_outputs` bytes, which stay alive during the forward."""
+    seen = entry.until_backward(step.tangent_bytes)
+    callers_code = LARGE_LOSS_OUTSIDE * step.tangent_bytes if seen is None else seen
+    until_backward = step.held_bytes + step.tangent_bytes + callers_code
+    return max(0, until_backward - step.peak_bytes, step.forward_bytes + kept_outputs - step.peak_bytes)
+
+
+def bytes_beside(moment: Moment, account: Account) -> int:
+    """The bytes on the device now outside of the step of a call with this account: elsewhere, in forwards that wait,
+    and in outputs that the caller still holds."""
+    return moment.elsewhere_beside(account) + moment.waiting_bytes + moment.kept_outputs
+
+
+def graph_key(call: Call) -> Hashable:
+    """A key of the calls that a loop differentiates in one way: their tensors' dtypes, dimensions and
+    `requires_grad`."""
+    return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors_in(call)])
 
 
 class PlainCounter:

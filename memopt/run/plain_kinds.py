@@ -13,7 +13,7 @@ from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.operators import tree_flatten
 from memopt.compat.tensors import sizes_within, special_kind
-from memopt.run.counted_step import CountedStep
+from memopt.run.plain_counter import CountedStep
 
 GROWTHS = (2.0, 1.25)
 """Sizes above all counted ones are counted at one of these multiples, so that growing lengths are not counted one by
@@ -64,12 +64,6 @@ def kind_of_inputs(call: Call) -> tuple[Hashable, list[torch.Tensor]]:
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     known = all(isinstance(leaf, _PLAIN) for leaf in others)
     return (structure, repr(others), tuple(map(_without_sizes, tensors))) if known else None, tensors
-
-
-def graph_key(call: Call) -> Hashable:
-    """A key of the calls that a loop differentiates in one way: their tensors' dtypes, dimensions and
-    `requires_grad`."""
-    return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors_in(call)])
 
 
 def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:

@@ -49,11 +49,11 @@ from memopt.planning.terms import Situation
 from memopt.progress import stage
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import Choice
-from memopt.run.counted_step import CountedStep
 from memopt.run.hosted import bring_back, on_device, place, plainly
 from memopt.run.ledger import Moment
 from memopt.run.longer_paths import LongerPath
 from memopt.run.pending import PendingForward
+from memopt.run.plain_counter import CountedStep
 from memopt.run.ranks import DataParallel
 from memopt.run.safety_net import SafetyNet, StepMemoryError
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms

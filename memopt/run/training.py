@@ -34,8 +34,8 @@ from memopt.random_states import set_generators
 from memopt.run import kept_plans
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import CheckpointedCalls
-from memopt.run.counted_step import CountedStep
 from memopt.run.plain_calls import PlainCalls
+from memopt.run.plain_counter import CountedStep
 from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
