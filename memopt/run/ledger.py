@@ -383,7 +383,8 @@ class Ledger(ModelsOnDevice):
         before = entry.found if self._held_still or looked is None else looked.found
         change = None if level is None or looked is None else abs(level - looked.level)
         as_before = change is not None and change < BOOKKEEPING_BYTES
-        noise = change is not None and change < self._noise_bytes and not entry.due and not planning
+        noise_bytes = _MALLOC_NOISE if device_of(self.device).is_host else 0  # though no tensor was allocated
+        noise = change is not None and change < noise_bytes and not entry.due and not planning
         if not self._held_still and not as_before and not (noise and not self.may_look()):
             limit = self._limit_by(entry, level, looked)
             # At the first moment of a kind, too, only a search can tell.
@@ -402,11 +403,6 @@ class Ledger(ModelsOnDevice):
         if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
             return None  # tensors freed since may hide others that have grown
         return replace(looked.found, other=looked.limit(level))
-
-    @property
-    def _noise_bytes(self) -> int:
-        """By how many bytes `allocated_bytes` may change although no tensor was allocated."""
-        return _MALLOC_NOISE if device_of(self.device).is_host else 0
 
     def may_look(self) -> bool:
         """Whether a further search of the device stays within the share of training time that searches may take."""
