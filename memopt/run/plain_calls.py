@@ -163,7 +163,7 @@ class PlainCalls(PlainCounter):
     def _may_run(self, fitting: CountedStep, moment: Moment) -> bool:
         if fitting.fits(moment):
             return True
-        if goes_on := self._goes_on(fitting):
+        if goes_on := self.goes_on(fitting):
             budget = self.planner.terms.options.budget_bytes
             needed = budget - fitting.room_bytes + moment.known_elsewhere(fitting.account)
             self.entry.warn_beyond(BudgetError(budget, needed, CREATED, least=False))
@@ -175,14 +175,14 @@ class PlainCalls(PlainCounter):
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)
-        step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
+        step = self.count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
         for highest in (False, True) if step is not None and step.draws else ():  # later calls may run more
             with extreme_draws(highest=highest):
-                other = self._count_step(call, situation, most_bytes, closely=True)
+                other = self.count_step(call, situation, most_bytes, closely=True)
             step = max((one for one in (step, other) if one is not None), key=lambda one: one.peak_bytes)
         if step is None:
             return None
-        needed, account = self._needed(step, call, situation)
+        needed, account = self.needed_by_step(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
         callers_code = callers_code_bytes(step, self.entry, step.output_bytes)
         if step.on_values:
@@ -195,10 +195,10 @@ class PlainCalls(PlainCounter):
         """The step of a call that does not fit, to be run beyond the budget with a warning; None where it cannot be
         counted, or needs far more."""
         budget = self.planner.terms.options.budget_bytes
-        step = self._count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
+        step = self.count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
         if step is None:
             return None
-        needed, account = self._needed(step, now.call, now.situation)
+        needed, account = self.needed_by_step(step, now.call, now.situation)
         fitting = CountedStep(step, budget - needed, account, None)
         self.entry.warn_beyond(BudgetError(budget, needed + now.moment.known_elsewhere(account), "it", least=False))
         return fitting
@@ -219,10 +219,10 @@ class PlainCalls(PlainCounter):
         or where all calls are to be planned."""
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
-        step = self._count_step(now.call, now.situation, most_bytes, closely=True)
+        step = self.count_step(now.call, now.situation, most_bytes, closely=True)
         if step is None:
             return None
-        needed, account = self._needed(step, now.call, now.situation)
+        needed, account = self.needed_by_step(step, now.call, now.situation)
         needed += now.moment.elsewhere_beside(account)
         return Alone(needed, step.held_bytes, step.peak_bytes) if needed <= most_bytes else None
 
@@ -232,17 +232,17 @@ class PlainCalls(PlainCounter):
         """The smallest budget in bytes with which a call runs plain while tensors that are no part of its step take
         `elsewhere_bytes` of it; None where that is above `most_bytes`, or where all calls are to be planned. `graph`
         says how backwards of such calls were seen to keep their graphs."""
-        self._note_graph(graph_key(call), graph)
+        self.note_graph(graph_key(call), graph)
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
-        if self._graph_of(call).derived and self.entry.gradients_stay is not False:
+        if self.graph_of(call).derived and self.entry.gradients_stay is not False:
             # No plan computes it, so that later calls must fit too, whose gradients may exist from the beginning.
             situation = replace(situation, gradients_held=True)
-        step = self._count_step(call, situation, most_bytes, closely=True)
+        step = self.count_step(call, situation, most_bytes, closely=True)
         if step is None:
             return None
         callers_code = callers_code_bytes(step, self.entry, step.output_bytes)
-        needed = self._needed(step, call, situation)[0] + callers_code + elsewhere_bytes
+        needed = self.needed_by_step(step, call, situation)[0] + callers_code + elsewhere_bytes
         return needed if needed <= most_bytes else None
 
     def seen_beside(self, call: Call) -> list[Call]:
@@ -273,7 +273,7 @@ class PlainCalls(PlainCounter):
         # Later steps leave room for as many forwards as were seen before a backward.
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         first, most = next_node_number(), self._most_nodes(fitting, now.moment)
-        varies = self.entry.paths_vary or step.depends_on_values or step.draws or self._settings.have_schedule
+        varies = self.entry.paths_vary or step.depends_on_values or step.draws or self.settings.have_schedule
         may_end = now.may_end and varies and not around and most < _FAR * step.nodes
         try:
             with ends_beyond(self.model, call, most) if may_end else nullcontext():
@@ -320,7 +320,7 @@ class PlainCalls(PlainCounter):
         `STEEPER` times as much each."""
         step = fitting.step
         beside = moment.known_elsewhere(fitting.account) + moment.reserved_bytes(step.held_bytes)
-        room = fitting.room_bytes - beside + self._margin(depends_on_values=step.depends_on_values) * step.peak_bytes
+        room = fitting.room_bytes - beside + self.margin(depends_on_values=step.depends_on_values) * step.peak_bytes
         return step.nodes * (1 + max(0.0, room / max(1, step.peak_bytes) - 1) / STEEPER)
 
     def _forget(self, now: CallInProgress) -> None:
@@ -368,19 +368,19 @@ class PlainCalls(PlainCounter):
         step, budget, counted = fitting.step, self.planner.terms.options.budget_bytes, fitting.step
         if self._beside_budget.covers(graph):
             return
-        margin = self._margin(depends_on_values=step.depends_on_values)
+        margin = self.margin(depends_on_values=step.depends_on_values)
 
         def needs(peak_bytes: int) -> int:
             return budget - fitting.room_bytes + int(margin * (peak_bytes - step.peak_bytes))
 
         if not step.graph.covers(graph):
-            before = self._graphs.get(key, FREED)
-            self._note_graph(key, graph)
+            before = self.graphs.get(key, FREED)
+            self.note_graph(key, graph)
             held = step.held_bytes * (1 + graph.kept + sum(graph.derived))
             most = step.peak_bytes + held - step.held_bytes
             counted = replace(step, peak_bytes=most, before_last_bytes=most, derived_bytes=held)
             if fitting.call is not None:
-                counted = self._count_step(fitting.call, situation, WORTH_NAMING * budget, closely=True) or counted
+                counted = self.count_step(fitting.call, situation, WORTH_NAMING * budget, closely=True) or counted
             beside = moment.reserved_bytes(step.held_bytes)
             beside += (elsewhere_bytes := moment.known_elsewhere(fitting.account))
             needed = needs(counted.peak_bytes) + beside
@@ -389,7 +389,7 @@ class PlainCalls(PlainCounter):
                     raise BudgetError(budget, needed, RETAINED, least=False)
                 if fitting.call is not None and not self.entry.stepped:
                     if len(graph.derived) == 1 < graph.derived[0] and not graph.parameters:
-                        self._note_graph(key, graph.further(2))  # as an equation has
+                        self.note_graph(key, graph.further(2))  # as an equation has
                     most = WORTH_NAMING * budget
                     needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, most) or 0)
                 others = [one for one in (*self.entry.waiting(), *self.entry.plain_waiting()) if one is not forward]
@@ -398,7 +398,7 @@ class PlainCalls(PlainCounter):
                 refused = BudgetError(budget, needed, CREATED, least=False, further=further)
                 if not self.entry.stepped:
                     raise refused
-                self._graphs[key], self._beside_budget = before, graph
+                self.graphs[key], self._beside_budget = before, graph
                 self.entry.warn_beyond(refused)
         if graph.derived:  # of several forwards in one backward, later ones have ended when it reaches its peak
             forward.held_bytes = forward.peak_bytes = counted.derived_bytes
@@ -433,8 +433,8 @@ class PlainCalls(PlainCounter):
         parameters = tuple([
             (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
         ])  # fmt: skip
-        state = situation.gradients_held, situation.buckets, CallerModes.now(), self._settings.number(parts.modules)
-        key = inputs, parameters, state, self._graph_of(call), parts.parameters[0].device
+        state = situation.gradients_held, situation.buckets, CallerModes.now(), self.settings.number(parts.modules)
+        key = inputs, parameters, state, self.graph_of(call), parts.parameters[0].device
         if key not in self._kinds:
             check_device(call, self.model)
             if len(self._kinds) >= _MOST_KINDS:
@@ -449,13 +449,13 @@ class PlainCalls(PlainCounter):
         if not fitting.step.is_bound or fitting.call is None:
             return None
         budget_bytes = self.planner.terms.options.budget_bytes
-        step = self._count_step(fitting.call, situation, budget_bytes, closely=True)
-        return None if step is None else self._fitting(step, fitting.call, situation)
+        step = self.count_step(fitting.call, situation, budget_bytes, closely=True)
+        return None if step is None else self.fitting_step(step, fitting.call, situation)
 
     def _has_more_room(self, kind: Kind, now: CallInProgress) -> bool:
         """Whether so many fewer bytes are outside of the step now than when calls were too large that counting this
         call again is worth the time."""
-        freed = kind.beside - bytes_beside(now.moment, self._account(now.call, now.situation))
+        freed = kind.beside - bytes_beside(now.moment, self.account(now.call, now.situation))
         return freed >= self.planner.terms.options.budget_bytes // WORTHWHILE
 
     def _count(self, kind: Kind, now: CallInProgress, sizes: Sizes) -> CountedStep | None:
@@ -469,14 +469,14 @@ class PlainCalls(PlainCounter):
             seen.append(bytes_beside(moment, account))
             return seen[-1]
 
-        derived = bool(self._graph_of(call).derived)
+        derived = bool(self.graph_of(call).derived)
         given: Any = {"closely": moment.others_train or derived, "beside": beside}
         most = self.planner.terms.options.budget_bytes * (WORTH_NAMING if derived and self.entry.stepped else 1)
         for batch in (call,) if special else (*grown(call, kind), call):
-            step = self._count_step(batch, situation, most, **given)
+            step = self.count_step(batch, situation, most, **given)
             if step is not None and (step.depends_on_values or step.draws):
                 self.entry.paths.add(step.nodes)
-            if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
+            if step is not None and (fitting := self.fitting_step(step, batch, situation)) is not None:
                 kind.fitting.append((sizes_of(tensors_in(batch)), fitting))
                 self._note_latest(call, sizes)
                 return fitting

@@ -108,8 +108,8 @@ class PlainCounter:
         self._forward: Callable[..., Any] = plain_loss_call(model, loss_fn, call=plain_call(model))
         self._most_bytes: float = math.inf
         """Steps that hold more than this, without resident bytes, are planned: an allocation failed in such a step."""
-        self._settings = Settings(model)
-        self._graphs: dict[Hashable, Retention] = {}
+        self.settings = Settings(model)
+        self.graphs: dict[Hashable, Retention] = {}
         """How backwards keep the graphs of calls, by `graph_key`, beyond how they keep those of all calls."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,21 +117,21 @@ class PlainCounter:
         with self.checkpoints.active() if self.checkpoints else nullcontext():
             return self._forward(*args, **kwargs)
 
-    def _goes_on(self, fitting: CountedStep) -> bool:
+    def goes_on(self, fitting: CountedStep) -> bool:
         """Whether a call runs plain even where it does not fit: no plan computes its derivatives of gradients, and an
         error would interrupt a training."""
         return bool(fitting.step.graph.derived) and self.entry.stepped
 
-    def _note_graph(self, key: Hashable, graph: Retention) -> None:
+    def note_graph(self, key: Hashable, graph: Retention) -> None:
         """Record how backwards keep graphs: `kept` for all calls, `derived` for calls with this `graph_key`."""
         self.entry.graph |= Retention(graph.kept)
         if graph.derived:
-            self._graphs[key] = self._graphs.get(key, FREED) | graph
+            self.graphs[key] = self.graphs.get(key, FREED) | graph
 
-    def _graph_of(self, call: Call) -> Retention:
-        return self.entry.graph | self._graphs.get(graph_key(call), FREED)
+    def graph_of(self, call: Call) -> Retention:
+        return self.entry.graph | self.graphs.get(graph_key(call), FREED)
 
-    def _count_step(
+    def count_step(
         self,
         call: Call,
         situation: Situation,
@@ -147,7 +147,7 @@ class PlainCounter:
         """
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks, with the other ranks, which do not count
-        with self._settings.naming(), self.checkpoints.counted() if self.checkpoints else nullcontext():
+        with self.settings.naming(), self.checkpoints.counted() if self.checkpoints else nullcontext():
             return self._counted_step(call, situation, budget_bytes, closely=closely, beside=beside)
 
     def _counted_step(
@@ -160,10 +160,10 @@ class PlainCounter:
         beside: Callable[[Account], int],
     ) -> PlainStep | None:
         card, held, depends, reached = self.planner.terms.card, situation.gradients_held, None, None
-        graph = self._graph_of(call)
+        graph = self.graph_of(call)
         room = budget_bytes - self.resident_bytes(call, situation)
         try:
-            most = room / self._margin(depends_on_values=False)
+            most = room / self.margin(depends_on_values=False)
             if special_tensors(call, Parts.of(self.model)):
                 raise ValueIsRead  # how much a sparse result holds depends on values
             given: Any = {"gradients_held": held, "most_bytes": most, "graph": graph, "closely": closely}
@@ -171,31 +171,31 @@ class PlainCounter:
             if self.checkpoints is None:
                 return step
             if step is not None:
-                if self._needed(step, call, situation)[0] > budget_bytes:
+                if self.needed_by_step(step, call, situation)[0] > budget_bytes:
                     return step
                 depends, reached = step.depends_on_values, step.reached
         except ValueIsRead:
             pass
         if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
             return None
-        account = self._account(call, situation, reached)
+        account = self.account(call, situation, reached)
         room = budget_bytes - account.resident_bytes - beside(account)
-        most = int(room / self._margin(depends_on_values=bool(depends)))
+        most = int(room / self.margin(depends_on_values=bool(depends)))
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
             counted = count_on_values(
                 self.model, self.plain, call, card, most, graph=graph, checkpoints=self.checkpoints is not None
             )
         return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
 
-    def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
+    def fitting_step(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
         """The step with the bytes of the budget that it leaves free; None where it exceeds the budget."""
-        needed, account = self._needed(step, call, situation)
+        needed, account = self.needed_by_step(step, call, situation)
         if step.peak_bytes > self._most_bytes:
             return None
         room = self.planner.terms.options.budget_bytes - needed
         hollow = None if step.on_values else on_meta(call)
         fitting = CountedStep(step, room, account, hollow)
-        return fitting if room >= 0 or self._goes_on(fitting) else None
+        return fitting if room >= 0 or self.goes_on(fitting) else None
 
     def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:
         """The row of the plain step for a receipt: its peak in bytes and its seconds, counted from the shapes of a
@@ -208,35 +208,35 @@ class PlainCounter:
             with kernels_of(terms.absent_card):
                 step = count_plain_step(self.model, self.plain, call, terms.card, gradients_held=held)
             if step is not None:
-                peak = self._needed(step, call, situation, margin=1.0)[0]
+                peak = self.needed_by_step(step, call, situation, margin=1.0)[0]
                 seconds = sum(times * call_seconds(one, terms.card) for one, times in step.calls.items())
                 return ReceiptRow(PLAIN_STEP, peak, seconds)
         return None
 
-    def _needed(
+    def needed_by_step(
         self, step: PlainStep, call: Call, situation: Situation, *, margin: float | None = None
     ) -> tuple[int, Account]:
         """The bytes that a step needs by its count, with nothing elsewhere, and its account. The counted peak is
         multiplied by `margin` for what the count may miss; None for the usual margin."""
-        account = self._account(call, situation, step.reached)
+        account = self.account(call, situation, step.reached)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
-        margin = self._margin(depends_on_values=step.depends_on_values) if margin is None else margin
+        margin = self.margin(depends_on_values=step.depends_on_values) if margin is None else margin
         peak = account.resident_bytes + int(margin * step.peak_bytes)
         return max(peak, account.optimizer_step_bytes(step.output_bytes)), account
 
     def resident_bytes(self, call: Call, situation: Situation) -> int:
         """The bytes that are resident in any step of a call, without optimizer state, since it is not known yet which
         parameters have some."""
-        return replace(self._account(call, situation), optimizer_state=0).resident_bytes
+        return replace(self.account(call, situation), optimizer_state=0).resident_bytes
 
-    def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
+    def account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
         """The account of a call with nothing elsewhere on the device; `reached`: the `id`s of the parameters that get
         gradients, where that is known."""
         account = self.planner.accounts.account(call, replace(situation, elsewhere=0), reached=reached)
         return replace(account, tolerance=0)
 
-    def _margin(self, *, depends_on_values: bool) -> float:
+    def margin(self, *, depends_on_values: bool) -> float:
         if depends_on_values:
             return VALUES_MARGIN if self.checkpoints is None else CHECKPOINTS_MARGIN
         return CUDA_MARGIN if device_of(self.planner.terms.card).caching else MARGIN
