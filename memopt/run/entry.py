@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -27,7 +26,9 @@ from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, peak_above_lasting, returned_bytes
 from memopt.planning.plan import Plan
+from memopt.run.forward_groups import ForwardGroups
 from memopt.run.hosted import home_device
+from memopt.run.latest_looks import LatestLooks
 from memopt.run.overlaps import Overlap, SeenOverlaps
 
 _TOLERANCE = 64
@@ -35,8 +36,6 @@ _TOLERANCE = 64
 256th of parameters, gradients and two optimizer states."""
 _LEAST_TOLERANCE = 64 * 1024
 """The smallest tolerance in bytes: Python and `malloc` need some of their own."""
-_REMEMBERED = 16
-"""The number of groups whose sizes are remembered; a group is the forwards before one backward."""
 _MOST_KINDS = 64
 """The number of kinds of moments (`Moment.kind`) of a model for which searches are remembered."""
 _MOST_PLANS = 8
@@ -124,44 +123,6 @@ class WaitingPlain(Waiting):
     """Whether a backward has begun that frees its graph."""
 
 
-@dataclass
-class LatestLooks:
-    """What was found in the latest searches of the device for tensors outside of the step, at moments of one
-    `Moment.kind`: all before a forward or all before a backward, with equally many forwards waiting."""
-
-    found: Elsewhere
-    """What the latest search found."""
-    levels: deque[tuple[int, int]]
-    """For each search: the bytes allocated less those that memopt accounts for (`Moment.known_bytes`), and how many of
-    these the search did not find elsewhere."""
-
-    highest: int
-    """The most bytes allocated, less those that memopt accounts for, at any search of this kind since a plan was
-    made."""
-
-    @property
-    def level(self) -> int:
-        """The bytes that were allocated at the latest search, less those that memopt accounts for
-        (`Moment.known_bytes`)."""
-        return self.levels[-1][0]
-
-    @property
-    def lowest(self) -> int:
-        """The smallest number of bytes allocated at any of the latest searches, less those that memopt accounts for."""
-        return min([level for level, _ in self.levels])
-
-    @property
-    def most(self) -> int:
-        """The most bytes that any of the latest searches found elsewhere."""
-        return max([level - rest for level, rest in self.levels])
-
-    def limit(self, level: int) -> int:
-        """An upper bound on what a search would find outside of the step if `level` bytes are allocated besides those
-        that memopt accounts for. It assumes that no fewer of these bytes belong to the step than at the latest
-        searches."""
-        return max(0, level - min([rest for _, rest in self.levels]))
-
-
 @dataclass(eq=False)
 class Entry:
     """What the `Ledger` of a device knows of one optimised model: its forwards that wait for their backward, which are
@@ -174,6 +135,8 @@ class Entry:
     for another device; None where the device is searched."""
     given_optimizer: GivenOptimizer = field(default_factory=lambda: GivenOptimizer(None))
     """The optimizer that the account counts, as the user gave it; state beyond that counts as elsewhere."""
+    groups: ForwardGroups = field(default_factory=ForwardGroups)
+    """The forwards that ran before each backward."""
     optimised: bool = False
     """Whether the model's calls are planned now, so that plans of other models leave room for its steps."""
     gradient_bytes: int | None = None
@@ -230,13 +193,6 @@ class Entry:
     """The latest searches, by kind of moment."""
     due: bool = False
     """Whether a plan was made since the latest search: planning leaves memory of its own behind."""
-    at_least: int = 1
-    """The least number of forwards that are expected before a backward (a group), as the user gave it as `forwards`."""
-    others_expected: int = 0
-    """The number of forwards that the present group is expected to have after its first."""
-    beside_waiting: tuple[int, int] | None = None
-    """The bytes held by the latest forward that was not the first of its group, and the most that any forward waiting
-    then held; None before one."""
     figures: LruCache[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """Numbers that depend on a plan, by their name and the `id` of the plan."""
     plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
@@ -254,12 +210,6 @@ class Entry:
     """The most bytes that a step needs which went on beyond the budget with a warning."""
     _versions: int | None = None
     """The sum of the versions of all parameters at the first call; None before it."""
-    _group: int = 0
-    _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """The sizes of earlier groups."""
-
-    def __post_init__(self) -> None:
-        self.others_expected = self.at_least - 1
 
     @property
     def device(self) -> torch.device:
@@ -315,22 +265,11 @@ class Entry:
                 self.plain.discard(forward)
 
     def begin(self, waiting: int) -> None:
-        """Count a forward that begins while `waiting` others wait for their backward. Forwards that wait together are a
-        group; with `waiting` 0 a new group begins."""
+        """Note that a forward begins while `waiting` others wait for their backward."""
         self.ending.clear()
         if self._versions is None:
             self._versions = self._versions_now()
-        if waiting:
-            self._group = max(self._group, waiting + 1)
-        else:
-            self._groups.append(self._group)
-            self._group = 1
-            self.others_expected = max(self.at_least, *self._groups) - 1
-
-    @property
-    def groups_done(self) -> int:
-        """The number of earlier groups of forwards, as far as they are remembered."""
-        return len([one for one in self._groups if one])
+        self.groups.begin(waiting)
 
     def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
         """The bytes of the latest forward's outputs that are still alive, without the model's own tensors and `inputs`.
@@ -367,12 +306,6 @@ class Entry:
         if self.reached_bytes is not None:
             seen = min(seen, max(0, self.reached_bytes - elsewhere))
         return seen + (self.given_bytes or 0)
-
-    def held_after(self, plan: Plan) -> int:
-        """The bytes that each further forward of a group is expected to hold, if the first one runs by `plan`: as many
-        as one held that ran after an equally large first one; else as many as the first."""
-        after, before = self.beside_waiting or (plan.held_bytes, 0)
-        return after if plan.held_bytes <= before else max(after, plan.held_bytes)
 
     def add(self, forward: WaitingPlanned) -> None:
         """Add a planned forward that begins now."""

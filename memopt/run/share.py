@@ -33,6 +33,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.run.changed_inputs import watch_plain
 from memopt.run.entry import Entry, WaitingPlain
+from memopt.run.forward_groups import ForwardGroups
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.overlaps import AsPlain, Overlap, room_for_others
 from memopt.run.pending import PendingForward, release_all
@@ -54,7 +55,8 @@ class Share:
         # The parameters that fully_shard gathers and frees between regions would also be found elsewhere.
         looked_for = here and not is_fully_sharded(model)
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
-        self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.given_optimizer, at_least=options.forwards)
+        groups = ForwardGroups(options.forwards)
+        self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.given_optimizer, groups)
         self._left: LruCache[object, int] = LruCache(_MOST_KINDS)
         """The bytes that were left to other models, at the latest moment of each kind."""
         self._freed = False
@@ -204,7 +206,7 @@ class Share:
             hooked += sharing_memory(self.model)
         return Situation(
             gradients_held=self.one_by_one or held,
-            to_come=self.entry.others_expected if self.one_by_one else 0,
+            to_come=self.entry.groups.others_expected if self.one_by_one else 0,
             meanwhile=0 if self.fixed_bytes is not None else None,
             hooked=frozenset(map(id, hooked)),
             buckets=self.parallel.buckets(),
@@ -214,7 +216,7 @@ class Share:
         """The moment at which a call begins: which bytes on the device are counted already, in the step or in other
         forwards."""
         counted, gradients = self._counted(call, situation.gradients_held), 0
-        if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
+        if (counted.waiting or self.entry.groups.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
         counted = replace(counted, gradients=gradients)
         later = self._left_later(counted)
@@ -229,7 +231,7 @@ class Share:
         if self.entry.fixed_bytes is not None:
             return False
         if self.entry.seen.backward:
-            return self.entry.groups_done < 2 and moment.others_train
+            return self.entry.groups.done < 2 and moment.others_train
         if self._others_there is None:
             found = self.ledger.now(replace(moment, closely=True)).parameters
             optimised = [one.model.parameters() for one in self.ledger.others_training(self.entry)]
@@ -245,7 +247,7 @@ class Share:
         if self.others_may_run(moment):
             return None
         others = ledger.others_training(entry)
-        if not ledger.knows(entry) or moment.waiting > entry.others_expected:
+        if not ledger.knows(entry) or moment.waiting > entry.groups.others_expected:
             return None
         seen = [overlap for overlap in frozenset().union(*entry.seen.meanwhile) if not overlap.begun_before]
         intervening = ledger.intervening_backward_bytes(entry) if others else 0
@@ -342,7 +344,7 @@ class Share:
             raise self._refusal(works, plan.account.elsewhere)
         if waiting and situation.for_other_models is not None:
             earlier = [one.held_bytes for one in (*self.entry.waiting(), *self.entry.plain_waiting())]
-            self.entry.beside_waiting = held, max(earlier)
+            self.entry.groups.beside_waiting = held, max(earlier)
         forward = PendingForward(
             weakref.ref(self.model),
             situation.hooked,
@@ -369,7 +371,8 @@ class Share:
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
         refused = self.ledger.for_whole_step(self.entry, refused, plain)
-        return refused if self.entry.others_expected >= waiting else refused.adding(_IN_GROUP.format(waiting + 1))
+        expected = self.entry.groups.others_expected
+        return refused if expected >= waiting else refused.adding(_IN_GROUP.format(waiting + 1))
 
     def _beside_waiting(self, smallest_bytes: int, plain: AsPlain) -> int:
         """A budget with which a call fits together with the waiting forwards, if it needs `smallest_bytes` with what
