@@ -15,7 +15,6 @@ from torch import nn
 
 from memopt.compat.host import HOST
 from memopt.compat.modules import buffers_in, modules_of
-from memopt.compat.tensors import same_bits, set_values
 from memopt.random_states import GENERATORS, generator_states, set_generators, set_state, state_of
 from memopt.saved_values import (
     SavedValues,
@@ -26,82 +25,11 @@ from memopt.saved_values import (
     parameters_restored,
     parts_of,
     set_aside,
-    values_restored,
     written_parameters,
 )
 from passes.ops.fp8_formats import histories_state, load_histories
 
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """The gradients, buffers and random states of a model at one moment. Parameters are not saved (see
-    `parameters_restored`)."""
-
-    model: nn.Module
-    device: torch.device
-    gradients: tuple[tuple[nn.Parameter, torch.Tensor | None], ...]
-    buffers: tuple[tuple[nn.Module, dict[str, torch.Tensor | None], dict[str, list[torch.Tensor]]], ...]
-    """Each module with its table of buffers, and with copies of their values in host memory; for sparse and nested
-    buffers, copies of the tensors inside."""
-    generators: tuple[Any, ...]
-    histories: Mapping[str, Mapping[str, torch.Tensor]]
-    """The histories of largest magnitudes that 8-bit layers with delayed scaling keep."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> TrainingState:
-        """The current state of `model`. Buffers are copied to host memory; gradients are referenced, not copied."""
-        device = next(model.parameters()).device
-        tables = ((module, dict(module._buffers)) for module in model.modules())
-        return cls(
-            model,
-            device,
-            tuple((parameter, parameter.grad) for parameter in model.parameters()),
-            tuple(
-                (module, table, {name: list(map(apart, parts_of(buffer))) for name, buffer in table.items()})
-                for module, table in tables
-            ),
-            generator_states(device),
-            histories_state(model),
-        )
-
-    def restore(self) -> None:
-        """Sets buffers, generators and the histories of 8-bit layers back to this state, and all gradients to None."""
-        for parameter, _ in self.gradients:
-            parameter.grad = None
-        self.undo_forward()
-
-    def undo_forward(self) -> None:
-        """Sets buffers, generators and the histories of 8-bit layers back to this state."""
-        for module, table, values in self.buffers:
-            module._buffers.clear()
-            module._buffers.update(table)
-            for name, copies in values.items():
-                for part, value in zip(parts_of(table[name]), copies, strict=True):
-                    if not same_bits(part.cpu(), value):
-                        set_values(part, value)
-        load_histories(self.model, self.histories)
-        set_generators(self.generators, self.device)
-
-    def restore_gradients(self) -> None:
-        """Sets the parameters' `.grad` to the gradient tensors of this state."""
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-
-    def kept(self) -> list[torch.Tensor]:
-        """The tensors that this state holds in memory: the gradients, and the copies of buffers."""
-        gradients = [gradient for _, gradient in self.gradients if gradient is not None]
-        return gradients + [part for *_, values in self.buffers for parts in values.values() for part in parts]
-
-    def gradients_now(self) -> Tensors:
-        """The model's current gradients by parameter name: copied to the CPU, or shared if they are on it already."""
-        named = self.model.named_parameters()
-        return {name: parameter.grad.detach().cpu() for name, parameter in named if parameter.grad is not None}
-
-    def buffers_now(self) -> Tensors:
-        """Copies of the model's current buffers in host memory, by buffer name."""
-        return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
 
 
 class Attributes:
@@ -223,6 +151,7 @@ class ForwardState:
     to write to, and of inputs."""
     generators: tuple[Any, ...]
     histories: Mapping[str, Mapping[str, torch.Tensor]]
+    """The histories of largest magnitudes that 8-bit layers with delayed scaling keep."""
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], written: Collection[int]) -> ForwardState:
@@ -237,6 +166,17 @@ class ForwardState:
         device = next(model.parameters()).device
         return cls(model, device, attributes, SavedValues.of(found), generator_states(device), histories_state(model))
 
+    @classmethod
+    def whole(cls, model: nn.Module) -> ForwardState:
+        """The current state of `model`, with copies in host memory of all tensors but parameters; of sparse and nested
+        buffers, copies of the tensors inside."""
+        attributes = Attributes(model)
+        found = [part for one in model.buffers() for part in parts_of(one)]
+        found += [part for one in attributes.tensors() for part in parts_of(one) if has_version(part)]
+        values = SavedValues.of((part, apart(part)) for part in found)
+        device = next(model.parameters()).device
+        return cls(model, device, attributes, values, generator_states(device), histories_state(model))
+
     def can_be_undone(self) -> bool:
         """Whether every tensor that was written to since this state was taken has a copy to be restored from."""
         return self.values.can_be_undone()
@@ -247,6 +187,45 @@ class ForwardState:
         self.values.undo()
         load_histories(self.model, self.histories)
         set_generators(self.generators, self.device)
+
+
+@dataclass(frozen=True)
+class TrainingState(ForwardState):
+    """The gradients of a model at one moment, and its state that a forward may change; without its parameters (see
+    `parameters_restored`). Everything can be undone."""
+
+    gradients: tuple[tuple[nn.Parameter, torch.Tensor | None], ...]
+
+    @classmethod
+    def now(cls, model: nn.Module) -> TrainingState:
+        """The current state of `model`. Gradients are referenced, not copied."""
+        gradients = tuple((parameter, parameter.grad) for parameter in model.parameters())
+        return cls(**vars(ForwardState.whole(model)), gradients=gradients)
+
+    def restore(self) -> None:
+        """Undo what was changed since, and set all gradients to None."""
+        for parameter, _ in self.gradients:
+            parameter.grad = None
+        self.undo()
+
+    def restore_gradients(self) -> None:
+        """Sets the parameters' `.grad` to the gradient tensors of this state."""
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors that this state holds in memory: the gradients, and copies of values."""
+        gradients = [gradient for _, gradient in self.gradients if gradient is not None]
+        return gradients + [copy for *_, copy in self.values.tensors if copy is not None]
+
+    def gradients_now(self) -> Tensors:
+        """The model's current gradients by parameter name: copied to the CPU, or shared if they are on it already."""
+        named = self.model.named_parameters()
+        return {name: parameter.grad.detach().cpu() for name, parameter in named if parameter.grad is not None}
+
+    def buffers_now(self) -> Tensors:
+        """Copies of the model's current buffers in host memory, by buffer name."""
+        return {name: on_host(buffer) for name, buffer in self.model.named_buffers()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,13 +295,11 @@ def undone(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def undone_but_parameters(model: nn.Module) -> Iterator[None]:
     """As `undone`, for a block that does not change the parameters."""
-    state, attributes = TrainingState.of(model), Attributes(model)
-    with values_restored(attributes.tensors()):
-        try:
-            yield
-        finally:
-            attributes.restore()
-            state.undo_forward()
+    state = ForwardState.whole(model)
+    try:
+        yield
+    finally:
+        state.undo()
 
 
 def generators_before(before: CallState | None, device: torch.device) -> tuple[Any, ...]:

@@ -80,7 +80,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
 
 
 def _compared(model: nn.Module, planned: Session, call: Call, reference: str) -> Comparison:
-    start = TrainingState.of(model)
+    start = TrainingState.now(model)
     low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
     notes: list[str] = []
     try:
