@@ -218,9 +218,9 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=RESULT, help="the JSON file")
     chosen = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    import memopt.run.plain_calls as plain_calls  # its name in this module is what is counted
+    import memopt.run.plain_counter as plain_counter  # its name in this module is what is counted
 
-    captures, counts = counting(RecordedRegion, "record"), counting(plain_calls, "count_plain_step")
+    captures, counts = counting(RecordedRegion, "record"), counting(plain_counter, "count_plain_step")
     known = json.loads(chosen.to.read_text())["rows"] if chosen.to.exists() else []
     rows = [row for row in known if row["model"] not in chosen.only]
     for name in chosen.only:

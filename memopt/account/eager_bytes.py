@@ -166,7 +166,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
             if not self._stand_ins:
                 raise ValueIsRead
-            return _stand_in_number(given[0])
+            return 0.5 if given[0].dtype.is_floating_point else given[0].dtype == torch.bool or 1
         alone = func.namespace != "c10d"  # a collective on real values would wait for other ranks
         if given and alone and all(map(_is_real_number, given)) and not _names_other_device((*args, *kwargs.values())):
             return _run_real(func, args, kwargs)
@@ -343,11 +343,6 @@ def _is_real_number(tensor: torch.Tensor) -> bool:
 
 def _names_other_device(arguments: Iterable[Any]) -> bool:
     return any(isinstance(value, torch.device) and value.type != HOST.type for value in arguments)
-
-
-def _stand_in_number(fake: torch.Tensor) -> Any:
-    """A number of the fake tensor's dtype, since a fake has no value: 0.5, True or 1."""
-    return 0.5 if fake.dtype.is_floating_point else fake.dtype == torch.bool or 1
 
 
 def _run_real(func: Any, args: Any, kwargs: Any) -> Any:

@@ -211,7 +211,8 @@ def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
     the same tensor objects; a copy of the values takes host memory meanwhile."""
     written = {id(tensor): tensor for tensor in [*parameters_of(optimizer), *state_tensors(optimizer)]}
     values = [(tensor, tensor.detach().to(HOST, copy=True)) for tensor in written.values()]
-    state = {key: _same_tensors(value) for key, value in optimizer.state.items()}
+    same = partial(tree_map, lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf))
+    state = {key: same(value) for key, value in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
     try:
         yield
@@ -224,11 +225,6 @@ def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(options)
-
-
-def _same_tensors(value: Any) -> Any:
-    """A copy of nested containers with the same tensor objects."""
-    return tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf), value)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ from memopt.device import Hardware
 from memopt.device.devices import device_here, device_of
 from memopt.device.op_call import OpCall
 from memopt.device.workspace import call_workspace_bytes
-from memopt.training_state import draws_so_far, undone, undone_but_parameters, values_restored
+from memopt.random_states import draws_so_far
+from memopt.saved_values import values_restored
+from memopt.training_state import undone, undone_but_parameters
 
 READS_MARGIN = 4
 """Where the code reads values, such as whether a mask is all true, a step is counted without computing it only if this

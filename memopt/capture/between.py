@@ -148,7 +148,12 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         They are found by a rule, or by running the kernel once more on made-up values: the values of a dry run are
         arbitrary, and the workspace of some kernels depends on values."""
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
-        if self._planned or func.is_view or not tensors or any(map(_is_of_several, tensors)):
+        if (
+            self._planned
+            or func.is_view
+            or not tensors
+            or any(one.layout != torch.strided or is_wrapper(one) for one in tensors)
+        ):
             return 0
         call = describe(func, args, kwargs, result)
         return eager_workspace_bytes(call, device_type_of(tensors[0]), self.peak_bytes - self.live_bytes)
@@ -214,11 +219,6 @@ class _StandIn(torch.autograd.Function):
         ctx.held = None
         made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on
         return None, None, None, None, *made
-
-
-def _is_of_several(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of others, on which its operators run: a tensor subclass, or a sparse one."""
-    return tensor.layout != torch.strided or is_wrapper(tensor)
 
 
 def undifferentiated(region: fx.GraphModule) -> list[int]:

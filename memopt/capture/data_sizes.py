@@ -24,7 +24,8 @@ from memopt.compat.symbols import (
     plain_symbol,
 )
 from memopt.compat.tensors import has_no_storage
-from memopt.training_state import containers_restored, undone, values_restored
+from memopt.saved_values import values_restored
+from memopt.training_state import containers_restored, undone
 
 aten = torch.ops.aten
 MARGIN = 1.25

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from memopt.capture.between import Passed
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import MARGIN, most_observed
 from memopt.capture.inputs import Call, replaced_tensors, tensor_numbers, tensors_in
-from memopt.capture.region import CapturedCall, RegionRun, Sizes
+from memopt.capture.region import Sizes
 from memopt.compat.dynamo import marked_changing
 
 _EAGER = "held_bytes", "after_bytes", "returning_bytes"
@@ -30,7 +31,10 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
     A run that has other sizes in `further` is planned for the larger ones, times `margin`. Where `further` has runs of
     other regions on the same parameters, those of `known` are dropped, since a forward runs only one of the two."""
     if _numbered(known) != _numbered(further):
-        known, further = (replace(call, runs=_without_numbers(call.runs)) for call in (known, further))
+        known, further = (  # without references to other runs by number, as these may change
+            replace(call, runs=tuple(replace(run, passed=run.passed.without_runs()) for run in call.runs))
+            for call in (known, further)
+        )
     runs: list[RegionRun] = []
     for kind, begin, end, other_begin, other_end in _blocks(known.runs, further.runs):
         ours, theirs = known.runs[begin:end], further.runs[other_begin:other_end]
@@ -38,7 +42,8 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
             pairs = zip(ours, theirs, strict=True)
             runs += [
                 replace(
-                    _as_observed(_larger(run, other, margin), run, other),
+                    larger := _larger(run, other, margin),
+                    observed=most_observed(run.observed, other.observed) or larger.observed,
                     eager=run.eager | other.eager,
                     passed=run.passed if run.passed == other.passed else run.passed & other.passed,
                 )
@@ -58,11 +63,6 @@ def _numbered(call: CapturedCall) -> list[tuple[object, Passed]]:
     """For each run, its place and what it passes on. If these are equal in two calls, equal numbers stand for the same
     run."""
     return [(run.place, run.passed) for run in call.runs]
-
-
-def _without_numbers(runs: Sequence[RegionRun]) -> tuple[RegionRun, ...]:
-    """The runs of a call without references to other runs by number (`Passed.without_runs`), as these may change."""
-    return tuple(replace(run, passed=run.passed.without_runs()) for run in runs)
 
 
 def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple[int | None, ...]:
@@ -102,12 +102,6 @@ def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:
     )
     seen = other.sizes if run.region is other.region else run.sizes
     return replace(run, sizes=seen, most=most)
-
-
-def _as_observed(chosen: RegionRun, run: RegionRun, other: RegionRun) -> RegionRun:
-    """`chosen`, the one of two runs that is planned, with the larger of the results observed in both; its own where the
-    runs called different operators."""
-    return replace(chosen, observed=most_observed(run.observed, other.observed) or chosen.observed)
 
 
 def _sizes_for(run: RegionRun, other: RegionRun) -> Sizes:

@@ -191,7 +191,7 @@ def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
     notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)
     notes += (ATTRIBUTES_BEFORE_BLOCKS,) * any(map(_takes_attributes_before_blocks, graphs))
     notes += (RETURNED_WITHOUT_GRADIENT,) * any(map(_returns_a_leaf, graphs))
-    return notes + (BUFFERS_WRITTEN_ONCE,) * any(map(_checkpoints_a_write, graphs))
+    return notes + (BUFFERS_WRITTEN_ONCE,) * any(_writes(node) for graph in graphs for node in _checkpointed(graph))
 
 
 def _returns_a_leaf(graph_module: fx.GraphModule) -> bool:
@@ -225,11 +225,6 @@ def _checkpointed(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
     calls = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
     blocks = (getattr(node.graph.owning_module, str(node.args[0].target)) for node in calls)  # type: ignore[union-attr]
     return (node for block in blocks if isinstance(block, fx.GraphModule) for node in _nodes(block))
-
-
-def _checkpoints_a_write(graph_module: fx.GraphModule) -> bool:
-    """Whether a block under `torch.utils.checkpoint` writes to one of its inputs."""
-    return any(map(_writes, _checkpointed(graph_module)))
 
 
 def _takes_attributes_before_blocks(graph_module: fx.GraphModule) -> bool:

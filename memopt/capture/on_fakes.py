@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memopt.capture.captured_call import CapturedCall
 from memopt.capture.dry_run import DryRun, as_run_later, record_dry_run
 from memopt.capture.dynamo import CallStopped, GraphBreak, compile_call, training_call
 from memopt.capture.inputs import Call, fake_call
-from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.region import RecordedRegion
 from memopt.compat.dynamo import keep_nodes
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode, to_fake
 from memopt.compat.host import HOST
-from memopt.training_state import Attributes, generator_states, set_generators
+from memopt.random_states import generator_states, set_generators
+from memopt.training_state import Attributes
 
 Fakes = Mapping[torch.Tensor, torch.Tensor]
 

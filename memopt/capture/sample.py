@@ -16,7 +16,8 @@ from memopt.capture.dynamo import CallStopped, GraphBreak, compile_call, trainin
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import OperatorGraph, Rewriting
 from memopt.capture.region import RecordedRegion
-from memopt.training_state import containers_restored, undone, values_restored
+from memopt.saved_values import values_restored
+from memopt.training_state import containers_restored, undone
 
 RunRegion: TypeAlias = Callable[[OperatorGraph, Sequence[Any]], Sequence[Any]]
 """Runs a region's operator graph on real inputs and returns its outputs."""

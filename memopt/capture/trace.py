@@ -13,10 +13,11 @@ from torch import fx
 
 from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.between import EagerCodeBytes, Passed
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import DecideJoint, Operators
-from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.region import RecordedRegion
 from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.host import device_among
 from memopt.compat.inductor import InductorFailed, compile_by_inductor
@@ -48,7 +49,9 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
     try:
         # A copy, because inductor changes the module that it compiles.
         with suppress(JointGraphTraced), replaced_all([noting_input_use(used)]):
-            compile_by_inductor(copy_graph_module(module), list(inputs), take_joint, _as_compiled, lambda: "no plan")
+            # Of a region without gradients inductor compiles the forward, which is returned as it is.
+            given = copy_graph_module(module), list(inputs), take_joint, lambda compiled, *_: compiled
+            compile_by_inductor(*given, lambda: "no plan")
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
     return (*found[0], used[0]) if found else (None, 0, InputUse())
@@ -102,11 +105,6 @@ def not_compiled(failure: InductorFailed) -> CaptureError:
     return CaptureError(f"inductor cannot compile a region of the model: {reason}; give optimize backend='aten'")
 
 
-def _as_compiled(compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Any:
-    """The compiled graph itself: for a region without gradients inductor compiles the forward."""
-    return compiled
-
-
 INDUCTOR = "inductor"
 
 
@@ -132,12 +130,10 @@ class RegionTrace:
     @contextmanager
     def active(self) -> Iterator[None]:
         """A context in which the region is traced and compiled."""
-        with self.region.tracing(), self.region.modes.restored(), self._autocast():
+        # A graph that contains its casts as operators has no autocast around it.
+        autocast = without_autocast() if self.rewritten else autocast_to(self.autocast, self.region)
+        with self.region.tracing(), self.region.modes.restored(), autocast:
             yield
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """No autocast around a graph that contains its casts as operators; the plan's around another."""
-        return without_autocast() if self.rewritten else autocast_to(self.autocast, self.region)
 
 
 def autocast_to(

@@ -143,7 +143,7 @@ def _checked_step(
     set_to_none: bool,
 ) -> AccountCheck:
     model = planned.model  # the module inside DDP, so that no gradients are exchanged
-    start = TrainingState.of(model)
+    start = TrainingState.now(model)
     with optimizer_restored(optimizer), torch.enable_grad():
         try:
             start.restore()

@@ -24,7 +24,8 @@ from memopt.planning.plan import Plan
 from memopt.progress import stage
 from memopt.rewrite.policy import dtype_name
 from memopt.run.session import Session, session_of
-from memopt.training_state import TrainingState, containers_restored, parameters_restored, values_restored
+from memopt.saved_values import parameters_restored, values_restored
+from memopt.training_state import TrainingState, containers_restored
 from memopt.units import size
 from passes.graphs.node_facts import backward_nodes
 
@@ -79,7 +80,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
 
 
 def _compared(model: nn.Module, planned: Session, call: Call, reference: str) -> Comparison:
-    start = TrainingState.of(model)
+    start = TrainingState.now(model)
     low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
     notes: list[str] = []
     try:

@@ -20,10 +20,11 @@ from memopt.checks.comparison import StepRun
 from memopt.compat.host import MemoryEvents
 from memopt.device.devices import device_of
 from memopt.meter import measure_peak, resident_cpu_blocks
+from memopt.random_states import generator_states
 from memopt.rewrite.policy import dtype_name
 from memopt.run.loss import scalar_loss
 from memopt.run.session import Session, session_of
-from memopt.training_state import Tensors, TrainingState, generator_states
+from memopt.training_state import Tensors, TrainingState
 
 Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 # The first scale of torch.amp.GradScaler, and the divisor of the next ones, which falls faster than the scaler's.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "search")
 
 
-def _cards(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For completion in the shell, the names of cards that begin with what was typed."""
-    return [name for name in CARDS if name.startswith(incomplete)]
+def _among(names: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """For completion in the shell, a function that returns those of `names` that begin with what was typed."""
+    return lambda _context, _parameter, typed: [name for name in names if name.startswith(typed.lower())]
 
 
 def _levers(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -37,11 +37,6 @@ def _levers(_context: click.Context, _parameter: click.Parameter, incomplete: st
     before, taken = "".join(f"{name}," for name in named), last[:1] == "-"
     words = (f"-{name}" for name in LEVERS) if taken else ("default", *LEVERS)
     return [f"{before}{word}" for word in words if word.startswith(last) and word not in named]
-
-
-def _optimizers(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For completion in the shell, the names of optimizers that begin with what was typed."""
-    return [name for name in OPTIMIZERS if name.startswith(incomplete.lower())]
 
 
 def _models(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -67,7 +62,7 @@ _ARGUMENTS = (
         "second argument is --shape target=….",
     ),
     click.option(
-        "--device", metavar="CARD", shell_complete=_cards,
+        "--device", metavar="CARD", shell_complete=_among(CARDS),
         help="The card to plan for: rtx-4090, h100, cpu, … (memopt cards). Default: this machine's.",
     ),
     click.option("--budget-gb", metavar="GB", help="GB of 1024³ bytes for the whole step. Default: the card's memory."),
@@ -88,7 +83,7 @@ _ARGUMENTS = (
     ),
     click.option("--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True),
     click.option(
-        "--optimizer", default="adamw", metavar="NAME", show_default=True, shell_complete=_optimizers,
+        "--optimizer", default="adamw", metavar="NAME", show_default=True, shell_complete=_among(OPTIMIZERS),
         help="A name of torch.optim, or none.",
     ),
     click.option("--backend", type=click.Choice(("auto", "aten", "inductor")), default="auto", show_default=True),

@@ -104,7 +104,7 @@ class ReducerHooks:
         facts = anything._get_ddp_logging_data()
         self.nbytes = int(facts["total_parameter_size_bytes"])
         """The bytes of all buckets."""
-        self._reducer = weakref.ref(anything.reducer)
+        self.reducer = weakref.ref(anything.reducer)
         self._parameters: list[nn.Parameter] = anything._build_params_for_reducer()[0]
         if len(self._parameters) != int(facts["num_parameter_tensors"]):  # some were frozen since: numbers have changed
             self._parameters = []
@@ -126,10 +126,6 @@ class ReducerHooks:
         gradient is freed, since Python may still hold the view."""
         return frozenset(self._addresses.values())
 
-    def belong_to(self, wrapper: DistributedDataParallel) -> bool:
-        """Whether the wrapper still has the reducer that the hooks are for."""
-        return self._reducer() is wrapper.reducer
-
     def takes(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter is one of the reducer's, so that `ready` may be called for it."""
         return id(parameter) in self._numbers
@@ -144,7 +140,7 @@ class ReducerHooks:
         """Replace the reducer's own hooks by these, at the first call only. To be called outside of a backward."""
         if self._moved or not self._parameters:
             return
-        reducer: Any = self._reducer()
+        reducer: Any = self.reducer()
         reducer._remove_autograd_hooks()
         self._moved = True
         for number, parameter in enumerate(self._parameters):
@@ -157,7 +153,7 @@ class ReducerHooks:
             self._tell(number)
 
     def _tell(self, number: int) -> None:
-        reducer: Any = self._reducer()
+        reducer: Any = self.reducer()
         if reducer is not None:
             reducer._autograd_hook(number)
             self._note(number)
@@ -192,6 +188,6 @@ _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, ReducerHooks] = weakr
 def reducer_hooks(wrapper: DistributedDataParallel) -> ReducerHooks:
     """The hooks of a wrapper, cached; new ones once the wrapper has another reducer."""
     hooks = _hooks.get(wrapper)
-    if hooks is None or not hooks.belong_to(wrapper):
+    if hooks is None or hooks.reducer() is not wrapper.reducer:
         hooks = _hooks[wrapper] = ReducerHooks(wrapper)
     return hooks

@@ -18,9 +18,9 @@ from memopt.account.card_state import CardState
 from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of
+from memopt.capture.captured_call import CapturedCall
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
-from memopt.capture.region import CapturedCall
 from memopt.capture.trace import trained
 from memopt.compat.card_allocator import expandable_segments
 from memopt.device.devices import device_of

@@ -15,6 +15,7 @@ from torch.distributed import is_available, is_initialized
 
 from memopt.account.account import Account
 from memopt.account.elsewhere import in_steps
+from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import DataSizes, Observed, is_real, match, new_symbols, observe
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo_graph import BETWEEN_REGIONS, departures, is_tensor_parallel
@@ -22,7 +23,7 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.on_fakes import ParameterCast, capture_on_fakes
 from memopt.capture.operators import Rewriting
-from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.region import RecordedRegion
 from memopt.capture.trace import accumulating, autocast_to, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.compat.tensors import is_wrapper, special_kind, storage_key
 from memopt.errors import BudgetError, CaptureError

@@ -280,11 +280,12 @@ def _priced_region(
     traced: TracedStep, settings: PriceSettings, number: int, *, as_seen: bool, left: frozenset[int], reinplace: bool
 ) -> PricedGraph:
     region, sharded = traced.regions[number], traced.sharded
+    least_moved = 0 if as_seen else settings.hardware.least_moved_bytes
     with traced.with_sizes(number, as_seen=as_seen):
         use = GraphUse(
             accumulated=region.parameter_gradients if settings.accumulating and sharded is None else (),
             fused=region.fused_away,
-            least_moved_bytes=_least_moved_bytes(settings, as_seen=as_seen),
+            least_moved_bytes=least_moved if settings.activations else sys.maxsize,
             hosted=settings.hosted,
             block_bytes=device_of(settings.hardware).block_bytes,
             steps=_steps(traced, settings.stepping, region, left),
@@ -300,12 +301,6 @@ def _priced_region(
             region.module, region.forward_outputs, traced.node_prices(number, settings, as_seen=as_seen), use
         )
     return with_eager(priced, number, traced.eager) if traced.eager else priced
-
-
-def _least_moved_bytes(settings: PriceSettings, *, as_seen: bool) -> int:
-    """The bytes of the smallest activations that may be offloaded; `sys.maxsize` where none may be. 0 with `as_seen`:
-    which ones are offloaded is decided at the sizes that are planned for, which may be larger."""
-    return sys.maxsize if not settings.activations else 0 if as_seen else settings.hardware.least_moved_bytes
 
 
 def _given(traced: TracedStep, *, as_seen: bool, trained: bool = False) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from memopt.account.account import Account
+from memopt.capture.captured_call import CapturedCall
 from memopt.capture.inputs import Call, with_batches
 from memopt.capture.operators import NothingToRewrite, Rewriting
-from memopt.capture.region import CapturedCall
 from memopt.errors import BudgetError
 from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner

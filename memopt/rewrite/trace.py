@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.captured_call import CapturedCall
 from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamo import in_brief
 from memopt.capture.joint import JointGraph
@@ -22,7 +23,7 @@ from memopt.capture.operators import (
     needs_operators,
     to_differentiate,
 )
-from memopt.capture.region import CapturedCall, RecordedRegion
+from memopt.capture.region import RecordedRegion
 from memopt.capture.trace import RegionTrace, autocast_to, backend_of, differentiate
 from memopt.compat.fakes import fresh_fakes
 from memopt.compat.operators import without_autocast

@@ -17,7 +17,8 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import choices
 from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger
-from memopt.run.plain_calls import CountedStep, PlainCalls
+from memopt.run.plain_calls import PlainCalls
+from memopt.run.plain_counter import CountedStep
 
 _WORTH_NAMING = 2
 """For a call that cannot be captured, the largest budget that a refusal looks for and names, as a multiple of the given

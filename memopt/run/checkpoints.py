@@ -18,7 +18,8 @@ from memopt.compat.host import is_on_host
 from memopt.compat.modules import compiled_call, plain_call, reset_compiled_call, set_compiled_call
 from memopt.compat.saved_tensors import checkpoint_around
 from memopt.compat.tensors import same_bits, set_values
-from memopt.training_state import Attributes, written_parameters
+from memopt.saved_values import written_parameters
+from memopt.training_state import Attributes
 
 Spots: TypeAlias = tuple["_Spot", ...]
 

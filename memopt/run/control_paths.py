@@ -10,12 +10,13 @@ from functools import partial
 from torch import nn
 
 from memopt.capture.author_modes import CallerModes
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import MARGIN
 from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes
 from memopt.capture.inputs import Call, call_kind
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
-from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.region import RecordedRegion
 from memopt.compat.fsdp import exchange_in_words
 from memopt.errors import BudgetError
 from memopt.lru import LruCache

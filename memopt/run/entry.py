@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import count
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,9 @@ from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, peak_above_lasting, returned_bytes
 from memopt.planning.plan import Plan
+from memopt.run.forward_groups import ForwardGroups
 from memopt.run.hosted import home_device
+from memopt.run.latest_looks import LatestLooks
 from memopt.run.overlaps import Overlap, SeenOverlaps
 
 _TOLERANCE = 64
@@ -34,8 +36,6 @@ _TOLERANCE = 64
 256th of parameters, gradients and two optimizer states."""
 _LEAST_TOLERANCE = 64 * 1024
 """The smallest tolerance in bytes: Python and `malloc` need some of their own."""
-_REMEMBERED = 16
-"""The number of groups whose sizes are remembered; a group is the forwards before one backward."""
 _MOST_KINDS = 64
 """The number of kinds of moments (`Moment.kind`) of a model for which searches are remembered."""
 _MOST_PLANS = 8
@@ -47,106 +47,84 @@ _numbers = count(1)
 """Numbers the forwards of all models in the order in which they begin."""
 
 
-class Waiting(Protocol):
-    """A forward that may wait for its backward, with the attributes that the device's `Ledger` reads."""
+@dataclass(eq=False, kw_only=True)
+class Waiting(ABC):
+    """A forward that may wait for its backward."""
 
     entry: Entry
     held_bytes: int
-    number: int
-    """Its place in the order of all forwards."""
-    overlaps: set[Overlap]
+    """The bytes that it holds until its backward, without resident bytes."""
+    given: tuple[WeakStorage, ...] = ()
+    """The storages of the call's inputs."""
+    number: int = 0
+    """Its number among all forwards, in the order in which they began."""
+    overlaps: set[Overlap] = field(default_factory=set)
     """The forwards of other models that have run since it began."""
 
+    @abstractmethod
     def free_saved(self) -> int:
-        """Free what the forward has saved until its backward; returns the bytes freed."""
+        """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes
+        freed; 0 where it cannot be run again."""
 
+    @abstractmethod
     def saved_bytes(self) -> int:
-        """The bytes that the forward would hold with nothing recomputed."""
+        """The bytes that the forward would hold until its backward with nothing recomputed."""
 
 
-class _Forward(Waiting, Protocol):
-    """A planned forward, with the attributes that the device's `Ledger` reads."""
+@dataclass(eq=False, kw_only=True)
+class WaitingPlanned(Waiting):
+    """A planned forward, as the device's `Ledger` knows it; `PendingForward` is its implementation."""
 
     plan: Plan
-    given: tuple[WeakStorage, ...]
-    """The storages of the call's inputs."""
-    outputs: list[WeakStorage]
-    done: bool
-
-    def held(self) -> list[torch.Tensor]:
-        """The tensors that the forward has saved and not freed yet."""
-
-    again_bytes: int
+    outputs: list[WeakStorage] = field(default_factory=list)
+    """The storages of the outputs of its regions, and of tensors that code between them returned and saved."""
+    done: bool = False
+    again_bytes: int = 0
     """The bytes beyond the plan that its backward needs if the forward runs a second time in it; else 0."""
-    judged: bool
+    judged: bool = True
     """Whether its backward is refused where it would exceed the budget."""
 
+    @abstractmethod
     def hidden_bytes(self) -> int:
         """The bytes that it holds in tensors that a search of the device finds elsewhere."""
 
+    @abstractmethod
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that its regions, and eager code between them, have saved and that are not freed yet."""
+
+    @abstractmethod
     def after_backward(self) -> None:
         """Mark the forward as done."""
 
+    @abstractmethod
     def undo(self) -> bool:
         """Undo the call after its backward has failed; returns whether gradients, buffers and random states are as
         before the call."""
 
+    @abstractmethod
     def is_in_backward(self) -> bool:
         """Whether the running backward has reached this forward."""
 
+    @abstractmethod
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
         """A budget of at least `needed` bytes with room for other forwards; `retained`: with room for a step that keeps
         its graph (`retain_graph=True`)."""
 
 
-class Plain(Waiting, Protocol):
-    """A forward that runs without a plan, with the attributes that the device's `Ledger` reads."""
+@dataclass(eq=False, kw_only=True)
+class WaitingPlain(Waiting):
+    """A forward that ran without a plan, as the device's `Ledger` knows it; `PlainForward` is its implementation."""
 
     room_bytes: int
-    peak_bytes: int
+    """The bytes of the budget that its step leaves free, if no other forward waits and nothing is elsewhere."""
     account: Account
-    given: tuple[WeakStorage, ...]
+    """The bytes of its step other than activations."""
+    peak_bytes: int
+    """The most bytes that its forward and backward hold, without resident bytes."""
     outputs: tuple[WeakStorage, ...]
-    freed: bool
+    """The storages of its outputs."""
+    freed: bool = False
     """Whether a backward has begun that frees its graph."""
-
-
-@dataclass
-class LatestLooks:
-    """What was found in the latest searches of the device for tensors outside of the step, at moments of one
-    `Moment.kind`: all before a forward or all before a backward, with equally many forwards waiting."""
-
-    found: Elsewhere
-    """What the latest search found."""
-    levels: deque[tuple[int, int]]
-    """For each search: the bytes allocated less those that memopt accounts for (`Moment.known_bytes`), and how many of
-    these the search did not find elsewhere."""
-
-    highest: int
-    """The most bytes allocated, less those that memopt accounts for, at any search of this kind since a plan was
-    made."""
-
-    @property
-    def level(self) -> int:
-        """The bytes that were allocated at the latest search, less those that memopt accounts for
-        (`Moment.known_bytes`)."""
-        return self.levels[-1][0]
-
-    @property
-    def lowest(self) -> int:
-        """The smallest number of bytes allocated at any of the latest searches, less those that memopt accounts for."""
-        return min([level for level, _ in self.levels])
-
-    @property
-    def most(self) -> int:
-        """The most bytes that any of the latest searches found elsewhere."""
-        return max([level - rest for level, rest in self.levels])
-
-    def limit(self, level: int) -> int:
-        """An upper bound on what a search would find outside of the step if `level` bytes are allocated besides those
-        that memopt accounts for. It assumes that no fewer of these bytes belong to the step than at the latest
-        searches."""
-        return max(0, level - min([rest for _, rest in self.levels]))
 
 
 @dataclass(eq=False)
@@ -161,6 +139,8 @@ class Entry:
     for another device; None where the device is searched."""
     given_optimizer: GivenOptimizer = field(default_factory=lambda: GivenOptimizer(None))
     """The optimizer that the account counts, as the user gave it; state beyond that counts as elsewhere."""
+    groups: ForwardGroups = field(default_factory=ForwardGroups)
+    """The forwards that ran before each backward."""
     optimised: bool = False
     """Whether the model's calls are planned now, so that plans of other models leave room for its steps."""
     gradient_bytes: int | None = None
@@ -208,7 +188,7 @@ class Entry:
     """The number of planned forwards that have begun."""
     number: int = 0
     """The number of the latest forward, among the forwards of all models."""
-    latest: weakref.ref[_Forward] | None = None
+    latest: weakref.ref[WaitingPlanned] | None = None
     """The forward that began last."""
     found: Elsewhere = field(default_factory=Elsewhere)
     """What the latest search at any moment found."""
@@ -218,13 +198,6 @@ class Entry:
     """The latest searches, by kind of moment."""
     due: bool = False
     """Whether a plan was made since the latest search: planning leaves memory of its own behind."""
-    at_least: int = 1
-    """The least number of forwards that are expected before a backward (a group), as the user gave it as `forwards`."""
-    others_expected: int = 0
-    """The number of forwards that the present group is expected to have after its first."""
-    beside_waiting: tuple[int, int] | None = None
-    """The bytes held by the latest forward that was not the first of its group, and the most that any forward waiting
-    then held; None before one."""
     figures: LruCache[tuple[Hashable, int], tuple[Plan, int]] = field(default_factory=lambda: LruCache(_MOST_KINDS))
     """Numbers that depend on a plan, by their name and the `id` of the plan."""
     plans: LruCache[int, tuple[Plan, StepBytes | None]] = field(default_factory=lambda: LruCache(_MOST_PLANS))
@@ -233,21 +206,15 @@ class Entry:
     """The refusals of calls while the caller kept outputs of the step before, by situation and shapes of the inputs."""
     plain_step_bytes: StepBytes | None = None
     """The bytes of the step of the latest plain call; None before one."""
-    planned: weakref.WeakSet[_Forward] = field(default_factory=weakref.WeakSet)
-    plain: weakref.WeakSet[Plain] = field(default_factory=weakref.WeakSet)
-    ending: list[_Forward] = field(default_factory=list)
+    planned: weakref.WeakSet[WaitingPlanned] = field(default_factory=weakref.WeakSet)
+    plain: weakref.WeakSet[WaitingPlain] = field(default_factory=weakref.WeakSet)
+    ending: list[WaitingPlanned] = field(default_factory=list)
     """The planned forwards whose saved values were given to the running backward. Where one has failed, they stay until
     the next forward begins."""
     _warned_bytes: int = 0
     """The most bytes that a step needs which went on beyond the budget with a warning."""
     _versions: dict[int, int] | None = None
     """The versions of all parameters at the first call, by the `id` of each; None before it."""
-    _group: int = 0
-    _groups: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """The sizes of earlier groups."""
-
-    def __post_init__(self) -> None:
-        self.others_expected = self.at_least - 1
 
     @property
     def device(self) -> torch.device:
@@ -296,12 +263,6 @@ class Entry:
         return self.given_optimizer.now
 
     @property
-    def with_state(self) -> bool:
-        """Whether plans count optimizer state, so that state beyond what they count is counted as outside of the
-        step."""
-        return self.optimizer is not None
-
-    @property
     def has_looked(self) -> bool:
         """Whether it is known which optimizers step the model and which other tensors are on the device."""
         return self.fixed_bytes is not None or bool(self.looks)
@@ -313,22 +274,11 @@ class Entry:
                 self.plain.discard(forward)
 
     def begin(self, waiting: int) -> None:
-        """Count a forward that begins while `waiting` others wait for their backward. Forwards that wait together are a
-        group; with `waiting` 0 a new group begins."""
+        """Note that a forward begins while `waiting` others wait for their backward."""
         self.ending.clear()
         if self._versions is None:
             self._versions = self._versions_now()
-        if waiting:
-            self._group = max(self._group, waiting + 1)
-        else:
-            self._groups.append(self._group)
-            self._group = 1
-            self.others_expected = max(self.at_least, *self._groups) - 1
-
-    @property
-    def groups_done(self) -> int:
-        """The number of earlier groups of forwards, as far as they are remembered."""
-        return len([one for one in self._groups if one])
+        self.groups.begin(waiting)
 
     def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
         """The bytes of the latest forward's outputs that are still alive, without the model's own tensors and `inputs`.
@@ -366,13 +316,7 @@ class Entry:
             seen = min(seen, max(0, self.reached_bytes - elsewhere))
         return seen + (self.given_bytes or 0)
 
-    def held_after(self, plan: Plan) -> int:
-        """The bytes that each further forward of a group is expected to hold, if the first one runs by `plan`: as many
-        as one held that ran after an equally large first one; else as many as the first."""
-        after, before = self.beside_waiting or (plan.held_bytes, 0)
-        return after if plan.held_bytes <= before else max(after, plan.held_bytes)
-
-    def add(self, forward: _Forward) -> None:
+    def add(self, forward: WaitingPlanned) -> None:
         """Add a planned forward that begins now."""
         self.begun += 1
         self.latest = weakref.ref(forward)
@@ -385,7 +329,7 @@ class Entry:
             self.gradient_bytes = max(self.gradient_bytes or 0, account.gradients)
             self.state_bytes = max(self.state_bytes or 0, account.optimizer_state)
 
-    def add_plain(self, forward: Plain) -> None:
+    def add_plain(self, forward: WaitingPlain) -> None:
         """Add a forward that begins now and runs plain."""
         self._number(forward)
         self.latest_outputs = forward.outputs
@@ -494,17 +438,17 @@ class Entry:
         in_step = account.optimizer_step_bytes(returned_bytes) - account.elsewhere + elsewhere_bytes
         return max(0, account.optimizer_state - self.found.state) if in_step <= plan.budget_bytes else 0
 
-    def waiting(self) -> list[_Forward]:
+    def waiting(self) -> list[WaitingPlanned]:
         """The planned forwards whose backward has not run yet, in the order in which they began."""
         if not self.planned:  # iterating takes longer than this
             return []
         return sorted([forward for forward in self.planned if not forward.done], key=attrgetter("number"))
 
-    def plain_waiting(self) -> list[Plain]:
+    def plain_waiting(self) -> list[WaitingPlain]:
         """The forwards that ran without a plan and whose backward has not begun yet."""
         return list(self.plain) if self.plain else []
 
-    def in_backward(self) -> list[_Forward]:
+    def in_backward(self) -> list[WaitingPlanned]:
         """The planned forwards that the running backward has reached."""
         return [forward for forward in self.planned if forward.is_in_backward()]
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
-from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.region import RecordedRegion
 from memopt.compat.symbols import known_sizes, shape_symbols
 from memopt.device.storages import find_storages
 from memopt.emit.partition import Emitted

@@ -24,7 +24,8 @@ from memopt.planning.derived import forward_bytes, lasting_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
-from memopt.run.entry import WORTHWHILE, Entry, LatestLooks
+from memopt.run.entry import WORTHWHILE, Entry
+from memopt.run.latest_looks import LatestLooks
 from memopt.run.models_on_device import ModelsOnDevice
 from memopt.training_state import CallState
 from memopt.units import size
@@ -126,28 +127,28 @@ class Moment:
     @property
     def to_come(self) -> int:
         """The number of forwards that are expected to follow before the first backward."""
-        return max(0, self.entry.others_expected - self.waiting)
+        return max(0, self.entry.groups.others_expected - self.waiting)
 
     @property
     def beyond_expected(self) -> int:
         """The number of further forwards to leave room for where more wait than were expected: as many as wait, if
         these are at least `_SEVERAL`; else 0."""
-        return self.waiting if self.waiting >= max(_SEVERAL, self.entry.others_expected + 1) else 0
+        return self.waiting if self.waiting >= max(_SEVERAL, self.entry.groups.others_expected + 1) else 0
 
     @property
     def group_situation(self) -> Situation | None:
         """The situation in which one plan serves all forwards before a backward: each leaves room for the others, which
         hold as many bytes as this one. None where no further forward is expected."""
-        if not self.entry.others_expected:
+        if not self.entry.groups.others_expected:
             return None
-        return Situation(other_forwards=self.gradients, to_come=max(self.entry.others_expected, self.waiting))
+        return Situation(other_forwards=self.gradients, to_come=max(self.entry.groups.others_expected, self.waiting))
 
     def fits(self, plan: Plan, situation: Situation) -> bool:
         """Whether a plan made for `situation` leaves room for everything else that is on the device now or is expected.
         Also False for a plan that recomputes and was made while tensors outside of the step held far more of the device
         than now: a faster one is possible."""
         account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
-        others += self.to_come * (plan.held_bytes if situation.to_come else self.entry.held_after(plan))
+        others += self.to_come * (plan.held_bytes if situation.to_come else self.entry.groups.held_after(plan))
         if situation.elsewhere is None and self._has_shrunk(plan):
             return False
         if self.plain_backward_bytes and not self.may_hold(plan.held_bytes):
@@ -387,7 +388,8 @@ class Ledger(ModelsOnDevice):
         before = entry.found if self._held_still or looked is None else looked.found
         change = None if level is None or looked is None else abs(level - looked.level)
         as_before = change is not None and change < BOOKKEEPING_BYTES
-        noise = change is not None and change < self._noise_bytes and not entry.due and not planning
+        noise_bytes = _MALLOC_NOISE if device_of(self.device).is_host else 0  # though no tensor was allocated
+        noise = change is not None and change < noise_bytes and not entry.due and not planning
         if not self._held_still and not as_before and not (noise and not self.may_look()):
             limit = self._limit_by(entry, level, looked)
             # At the first moment of a kind, too, only a search can tell.
@@ -406,11 +408,6 @@ class Ledger(ModelsOnDevice):
         if level is None or looked is None or level < looked.lowest - entry.notable_bytes:
             return None  # tensors freed since may hide others that have grown
         return replace(looked.found, other=looked.limit(level))
-
-    @property
-    def _noise_bytes(self) -> int:
-        """By how many bytes `allocated_bytes` may change although no tensor was allocated."""
-        return _MALLOC_NOISE if device_of(self.device).is_host else 0
 
     def may_look(self) -> bool:
         """Whether a further search of the device stays within the share of training time that searches may take."""
@@ -470,4 +467,4 @@ class Ledger(ModelsOnDevice):
             buckets=moment.buckets,
             libraries=sum(kind.library_workspaces(kind.reported(self.device))) if kind.caching else 0,
         )
-        return replace(found, state=found.state if entry.with_state else 0)
+        return replace(found, state=found.state if entry.optimizer is not None else 0)

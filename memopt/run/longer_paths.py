@@ -12,7 +12,8 @@ from torch import nn
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.autograd import next_node_number
 from memopt.compat.modules import module_calls_seen, modules_compiled
-from memopt.training_state import ForwardState, contents_of, parameters_restored, refill
+from memopt.saved_values import parameters_restored
+from memopt.training_state import ForwardState, contents_of, refill
 
 
 class LongerPath(BaseException):

@@ -1,10 +1,10 @@
-"""Forwards whose backward has not run yet, and the check that the backward fits the budget when it runs."""
+"""Planned forwards whose backward has not run yet, and the check that the backward fits the budget when it runs."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Protocol
@@ -13,28 +13,21 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memopt.account.account import Account, distinct_bytes
+from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
     FREED,
     KEPT,
-    Addition,
     Fate,
-    Retention,
     current_backward,
     fate_at,
     fate_of_gradient,
-    gradients_asked,
-    gradients_done,
     graph_until,
     keeps_graph,
     nodes_since,
-    nodes_with,
     pass_over,
-    passes_by,
     python_nodes,
-    retains_graph,
     runs_node,
     when_backward_ends,
 )
@@ -45,15 +38,13 @@ from memopt.compat.saved_tensors import changed_since_saved, free_saved_tensors,
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
-from memopt.live_objects import live_objects
 from memopt.planning.derived import lasting_bytes, returned_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
-from memopt.run.entry import Entry
+from memopt.run.entry import Entry, WaitingPlanned
 from memopt.run.ledger import Ledger, Moment
-from memopt.run.overlaps import Overlap
 from memopt.run.safety_net import GradientsBefore
-from memopt.run.second_run import PlainSecondRun, SecondRun
+from memopt.run.second_run import SecondRun, held_with_second_run
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, LOSS_OUTSIDE, UntilBackward, staying
 from memopt.solver import Schedule
 from memopt.training_state import CallState
@@ -66,33 +57,20 @@ class Releasable(Protocol):
 
 
 @dataclass(eq=False)
-class PendingForward:
+class PendingForward(WaitingPlanned):
     """A planned forward whose backward has not run yet. Until then, forwards and gradients may appear that the plan
     does not include; `before_backward` checks for them."""
 
-    plan: Plan
     model: weakref.ref[nn.Module]
     hooked: frozenset[int]
     """The `id`s of the parameters whose gradients the plan assumes to go to hooks."""
-    entry: Entry
     accumulation: Accumulation
-    held_bytes: int
-    """The bytes that it holds until its backward, without resident bytes."""
     moment_of: Callable[[PendingForward, Sequence[object]], Moment]
     """Returns the `Moment` of its backward, given the gradients with which that begins."""
-    given: tuple[WeakStorage, ...] = ()
-    """The storages of the call's inputs."""
-    outputs: list[WeakStorage] = field(default_factory=list)
-    """The storages of the outputs of its regions, and of tensors that code between them returned and saved."""
     nodes: list[weakref.ref[Any]] = field(default_factory=list)
     """The autograd nodes of its regions, which hold what they saved."""
     first_node: int | None = None
     """A number below those of all its autograd nodes, if code between regions may have made some; else None."""
-    number: int = 0
-    """Its number among all forwards, in the order in which they began."""
-    overlaps: set[Overlap] = field(default_factory=set)
-    """The forwards of other models that have run since it began."""
-    done: bool = False
     backward_begins: Callable[[], None] = lambda: None
     """Called when the first backward begins."""
     copies: tuple[WeakStorage, ...] = ()
@@ -113,10 +91,6 @@ class PendingForward:
     """The bytes of unsharded gradients of these parameters that this rank held when it began; its plan counts them."""
     second_run: SecondRun | None = None
     """The means to compute its saved values a second time; None where that is not possible."""
-    judged: bool = True
-    """Whether its backward is refused where it would exceed the budget."""
-    again_bytes: int = 0
-    """The bytes beyond the plan that its backward needs if the forward runs a second time in it; else 0."""
     _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
     """The values that free memory when the backward begins."""
     _held: list[Releasable] = field(default_factory=list)
@@ -504,117 +478,6 @@ def release_all(*_: object) -> None:
 def _hook() -> object:
     """Make every optimizer call `release_all` after its step; registered once, when values are first held over."""
     return register_optimizer_step_post_hook(release_all)
-
-
-def held_with_second_run(held_bytes: int, outputs: Iterable[WeakStorage]) -> tuple[int, int]:
-    """The bytes that a forward with a second run in its backward holds until then, if `held_bytes` of its saved values
-    cannot be freed; and the bytes beyond its step that its backward needs."""
-    returned = sum(one.nbytes for one in outputs)
-    return max(returned, held_bytes), max(1, 2 * returned)  # both runs' outputs, and their gradients
-
-
-WAITS = "memopt waits"
-"""The key in the metadata of the autograd nodes of a plain forward's outputs that leads to a list with the forward."""
-
-
-@dataclass(eq=False)
-class PlainForward:
-    """A forward that ran without a plan and waits for its backward; its autograd graph keeps this object alive."""
-
-    entry: Entry
-    held_bytes: int
-    """The bytes that it holds until its backward, without resident bytes."""
-    room_bytes: int
-    """The bytes of the budget that its step leaves free, if no other forward waits and nothing is elsewhere."""
-    account: Account
-    """The bytes of its step other than activations."""
-    peak_bytes: int
-    """The most bytes that its forward and backward hold, without resident bytes."""
-    given: tuple[WeakStorage, ...]
-    """The storages of the call's inputs."""
-    outputs: tuple[WeakStorage, ...]
-    """The storages of its outputs."""
-    check_graph: Callable[[PlainForward, Retention, bool], None]
-    """Called with this forward, how its backwards keep its graph (the one that begins now included), and whether the
-    last backward begins, which frees the graph. Raises `BudgetError` where the budget has no room for that."""
-    check_appeared: Callable[[PlainForward, int], None]
-    """Called with this forward, when a further backward through it begins, and the number of those that have begun.
-    Raises `BudgetError` where the budget has no room for what appeared since the forward."""
-    second_run: PlainSecondRun | None = None
-    """The means to compute its saved values a second time; None where that is not possible."""
-    graph: Retention = FREED
-    """How its backwards so far have kept its graph."""
-    freed: bool = False
-    """Whether a backward has begun that frees its graph."""
-    _backwards: set[int] = field(default_factory=set)
-    """The numbers of the backwards through it that have begun."""
-    _derives: bool = False
-    """Whether a backward is running whose gradients have a graph of their own."""
-    _freed_bytes: int = 0
-    """The bytes that a second run will save again."""
-    number: int = 0
-    overlaps: set[Overlap] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        gradients_asked(self)
-
-    def free_saved(self) -> int:
-        """As `PendingForward.free_saved`."""
-        if (second_run := self.second_run) is None:
-            return 0
-        self.second_run, kept = None, {one.address for one in self.outputs}
-        nodes = nodes_with(WAITS, self, live_objects(torch.Tensor))
-        freed = second_run.free(nodes, self.entry.device, kept)
-        if freed:
-            self.held_bytes, again = held_with_second_run(self.held_bytes - freed, self.outputs)
-            self.room_bytes -= again
-            self._freed_bytes = freed
-        return freed
-
-    def saved_bytes(self) -> int:
-        """The bytes that it would hold until its backward if that did not run it a second time."""
-        return self.held_bytes + self._freed_bytes
-
-    def end(self) -> None:
-        """Mark the forward as no longer waiting; called when a backward through any of its outputs begins. Raises
-        `BudgetError` where that backward retains its graph and thereby exceeds the budget."""
-        UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
-        self._backwards.add(current_backward())
-        if len(self._backwards) > max(1, self.entry.seen_until_backward):
-            self.check_appeared(self, len(self._backwards))
-        if retains_graph():
-            self.graph |= KEPT
-            self.check_graph(self, self.graph, False)
-        elif not keeps_graph():
-            self.entry.plain.discard(self)
-            gradients_done(self)
-        Ledger.of(self.entry).backward_begins(self)
-
-    def before_backward(
-        self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
-    ) -> Mapping[int, Addition]:
-        """Called at each backward of the process. Raises `BudgetError` where a backward through this forward has
-        `create_graph=True`, or follows one that had, and exceeds the budget."""
-        if (order or self.graph.derived) and passes_by(starts, WAITS, self):
-            if order:
-                self.entry.differentiated = True
-                own = frozenset(map(id, self.entry.model.parameters()))
-                self.second_run = None  # the gradients' graph reads the saved values
-                self.graph = self.graph.further(order, own.intersection(map(id, inputs)) if inputs else own)
-            self.check_graph(self, self.graph, not order)
-            self.freed = frees
-            self._derives = order > 0
-        return {}
-
-    def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Called after a backward with `create_graph=True`: the graph of its gradients keeps this object alive from now
-        on."""
-        if self._derives:
-            self._derives = False
-            found = [one.grad for one in self.entry.model.parameters()] if gradients is None else gradients
-            nodes: set[Any] = {one.grad_fn for one in found if one is not None and one.grad_fn is not None}
-            for node in nodes:
-                node.metadata[WAITS] = [*node.metadata.get(WAITS, ()), self]
 
 
 def to_follow(entry: Entry, appeared: int, backwards: int) -> int:

@@ -2,80 +2,59 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from memopt.account.account import Account
-from memopt.account.eager_bytes import ValueIsRead
-from memopt.account.plain_count import PlainStep, count_on_values, count_plain_step
+from memopt.account.plain_count import PlainStep
 from memopt.capture.author_modes import CallerModes
-from memopt.capture.data_sizes import is_real
 from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
-from memopt.capture.dynamic_shapes import at_largest
-from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, special_tensors, tensors_in
 from memopt.compat.autograd import FREED, Retention, keeps_graph, next_node_number
-from memopt.compat.modules import Parts, plain_call
-from memopt.compat.operators import tree_flatten, tree_leaves
+from memopt.compat.modules import Parts
+from memopt.compat.operators import tree_leaves
 from memopt.compat.saved_tensors import checkpoint_around
-from memopt.compat.tensors import is_sharded, sizes_within, special_kind, weak_storages
-from memopt.device.devices import device_of, kernels_of
-from memopt.device.time_model import call_seconds
+from memopt.compat.tensors import weak_storages
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.lru import LruCache
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.plan import PLAIN_STEP, Plan, ReceiptRow
+from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
+from memopt.random_states import extreme_draws
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import WORTHWHILE, Entry
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.longer_paths import LongerPath, ends_beyond
 from memopt.run.overlaps import Alone
-from memopt.run.pending import CREATED, RETAINED, WAITS, WORTH_NAMING, PlainForward, beside_gradients, to_follow
+from memopt.run.pending import CREATED, RETAINED, WORTH_NAMING, beside_gradients, to_follow
+from memopt.run.plain_counter import CountedStep, PlainCounter, bytes_beside, callers_code_bytes, graph_key
+from memopt.run.plain_forward import WAITS, PlainForward
+from memopt.run.plain_kinds import Kind, Sizes, grown, kind_of_inputs, sizes_of
 from memopt.run.road import Road
 from memopt.run.safety_net import tighter
 from memopt.run.second_run import PlainSecondRun
-from memopt.run.settings import Settings
 from memopt.run.sizes import covers
-from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
-from memopt.training_state import extreme_draws
 from memopt.units import size
 
-MARGIN = 1.02
-"""The factor for what the count of a plain step may miss; on a GPU, whose allocator leaves gaps, `CUDA_MARGIN`."""
-CUDA_MARGIN = 1.1
-VALUES_MARGIN = 1.5
-"""As `MARGIN`, for code that branches on values: the next batch may run another branch."""
-CHECKPOINTS_MARGIN = 1.25
-"""As `VALUES_MARGIN`, where modules run as activation checkpoints: they hold mostly their inputs."""
 _FAR = 16
 """Forwards are taken to run less than this many times as many operators as were counted."""
 STEEPER = 2
 """Operators beyond those that were counted are taken to hold this many times as much as the counted ones on average."""
-GROWTHS = (2.0, 1.25)
-"""Sizes above all counted ones are counted at one of these multiples, so that growing lengths are not counted one by
-one: the first with which the step is likely to fit."""
-_MOST_COUNTS = 12
-"""The number of counts kept of one kind of call; beyond it, sizes that no count covers are planned."""
 _MOST_KINDS = 16
 """The number of kinds of calls that are counted; calls of further kinds are planned."""
 _MOST_SEEN = 3
 """The number of kinds of earlier calls that should also fit a budget which a refusal names."""
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-_LEAVES = (torch.Tensor, *_PLAIN)
 
-Sizes: TypeAlias = tuple[int, ...]
 
 RUNS_PLAIN = (
     "the calls of this model run as the plain model does, since its step fits the budget; this plan was made only to "
@@ -88,83 +67,7 @@ NOT_SHOWN = (
 )
 
 
-@dataclass(frozen=True)
-class CountedStep:
-    """A step that fits the budget without a plan, with the bytes that it was counted to hold."""
-
-    step: PlainStep
-    room_bytes: int
-    """The bytes of the budget that it leaves free."""
-    account: Account
-    """The bytes of the step other than activations."""
-    call: Call | None
-    """The call that was counted, without its values; None where its count depends on them."""
-
-    @property
-    def reason(self) -> str:
-        """Why the call runs plain, as a clause that begins with "since"."""
-        if self.room_bytes < 0:
-            return f"since an error would end the training: its step needs {size(-self.room_bytes)} beyond the budget"
-        return f"since its step fits the budget with {size(self.room_bytes)} to spare"
-
-    def fits(self, moment: Moment, further: int = 0) -> bool:
-        """Whether the step fits the budget together with waiting forwards, everything else on the device, and `further`
-        bytes."""
-        held = 0 if self.step.graph.derived else self.step.held_bytes  # other forwards hold no graphs of gradients
-        kept = moment.kept_outputs
-        if moment.appears and not moment.entry.latest_outputs:  # the first step: the next one is to run so, too
-            kept = self.step.output_bytes
-        room = self.room_bytes - further - _of_callers_code(self.step, moment.entry, kept)
-        fits = moment.leaves(room - moment.reserved_bytes(held), self.account)
-        return fits and moment.may_hold(held)
-
-
-def _of_callers_code(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
-    """The bytes by which the caller's own code raises a step above its own peak: a loss outside of the model, as seen
-    or as guessed; or the outputs of the step before, of `kept_outputs` bytes, which stay alive during the forward."""
-    seen = entry.until_backward(step.tangent_bytes)
-    callers_code = LARGE_LOSS_OUTSIDE * step.tangent_bytes if seen is None else seen
-    until_backward = step.held_bytes + step.tangent_bytes + callers_code
-    return max(0, until_backward - step.peak_bytes, step.forward_bytes + kept_outputs - step.peak_bytes)
-
-
-def _there_beside(moment: Moment, account: Account) -> int:
-    """The bytes on the device now outside of the step of a call with this account: elsewhere, in forwards that wait,
-    and in outputs that the caller still holds."""
-    return moment.elsewhere_beside(account) + moment.waiting_bytes + moment.kept_outputs
-
-
-@dataclass
-class _Kind:
-    """The counts of calls that differ in their sizes only."""
-
-    fitting: list[tuple[Sizes, CountedStep]] = field(default_factory=list)
-    too_large: list[Sizes] = field(default_factory=list)
-    beside: int = 0
-    """The most bytes outside of the step when one of these was counted on values; 0 where none was."""
-
-    def does_not_fit(self, sizes: Sizes) -> bool:
-        """Whether sizes that no count covers cannot fit, because smaller ones do not."""
-        return any(covers(sizes, least) for least in self.too_large)
-
-    def a_plan_will_do(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
-        """Whether sizes that no count covers are planned rather than counted: because there are enough counts, or
-        because a plan was made whose graph serves these sizes too, so that planning takes less time than counting."""
-        enough = len(self.fitting) + len(self.too_large) >= _MOST_COUNTS
-        return enough or (plans_serve_all and any(_constants(sizes) == _constants(large) for large in self.too_large))
-
-    def growth(self, sizes: Sizes) -> float:
-        """The factor by which sizes above the latest count are raised to be counted: the largest of `GROWTHS` with
-        which the step is likely to fit, if its bytes grow with the square of the sizes that grew."""
-        most, latest = self.fitting[-1]
-        ratio = max(size / max(1, limit) for size, limit in zip(sizes, most, strict=True))
-        for growth in GROWTHS[:-1]:
-            if latest.step.held_bytes * ((growth * ratio) ** 2 - 1) <= latest.room_bytes:
-                return growth
-        return GROWTHS[-1]
-
-
-class PlainCalls:
+class PlainCalls(PlainCounter):
     """Decides which training calls run as the plain model does, without a plan, and runs those.
 
     They run in eager mode even where the user has compiled the model: compiled code may hold other bytes than are
@@ -178,8 +81,7 @@ class PlainCalls:
         entry: Entry,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        self.model, self.planner, self.entry, self.checkpoints = model, planner, entry, checkpoints
-        self._forward: Callable[..., Any] = plain_loss_call(model, loss_fn, call=plain_call(model))
+        super().__init__(model, planner, loss_fn, entry, checkpoints)
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False where all calls are to be planned."""
         self.planned_ahead = False
@@ -192,24 +94,14 @@ class PlainCalls:
         """Whether calls run plain even where plans do more than save memory."""
         self._ran_bytes = 0
         """The most bytes that the step of the latest plain call holds, without resident ones."""
-        self._most_bytes: float = math.inf
-        """Steps that hold more than this, without resident bytes, are planned: an allocation failed in such a step."""
-        self._settings = Settings(model)
-        self._kinds: dict[tuple[Hashable, ...], _Kind] = {}
+        self._kinds: dict[tuple[Hashable, ...], Kind] = {}
         self._seen: LruCache[Hashable, Call] = LruCache(_MOST_SEEN)
         """The latest calls that were counted, by the kind of their inputs, without their values."""
-        self._graphs: dict[Hashable, Retention] = {}
-        """How backwards keep the graphs of calls, by `_graph_key`, beyond how they keep those of all calls."""
         self._beside_budget = FREED
         """How backwards keep their graphs in steps that run on although they exceed the budget."""
         self._shown: tuple[Call, Plan] | None = None
         self._checkpoints: WeakSet[Any] = WeakSet()
         """The caller's own checkpoints (`torch.utils.checkpoint`) in which calls ran."""
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain model's forward and its loss function, with activation checkpoints if any were chosen."""
-        with self.checkpoints.active() if self.checkpoints else nullcontext():
-            return self._forward(*args, **kwargs)
 
     @contextmanager
     def not_allowed(self) -> Iterator[None]:
@@ -242,11 +134,11 @@ class PlainCalls:
             return None
         if not (self._whatever_else or self._nothing_else_wanted()):
             return None
-        inputs, tensors = _kind_of_inputs(call)
+        inputs, tensors = kind_of_inputs(call)
         kind = None if inputs is None else self._kind(call, inputs, situation, now.parts)
         if kind is None:
             return None
-        sizes = _sizes(tensors)
+        sizes = sizes_of(tensors)
         for number, (most, fitting) in enumerate(kind.fitting):
             if covers(most, sizes):
                 if not fitting.fits(moment) and (closer := self._more_closely(fitting, situation)) is not None:
@@ -256,7 +148,7 @@ class PlainCalls:
                 if sizes != self._latest_sizes:
                     self._note_latest(call, sizes)
                 return fitting
-        too_large = kind.does_not_fit(sizes)
+        too_large = any(covers(sizes, least) for least in kind.too_large)  # smaller ones do not fit
         if too_large and kind.beside and self._has_more_room(kind, now):
             kind.too_large.clear()
             kind.beside, too_large = 0, False
@@ -271,17 +163,12 @@ class PlainCalls:
     def _may_run(self, fitting: CountedStep, moment: Moment) -> bool:
         if fitting.fits(moment):
             return True
-        if goes_on := self._goes_on(fitting):
+        if goes_on := self.goes_on(fitting):
             budget, held = self.planner.terms.options.budget_bytes, fitting.step.held_bytes
             needed = budget - fitting.room_bytes + moment.known_elsewhere(fitting.account)
             needed = max(budget, needed + moment.reserved_bytes(held)) + max(0, held - (moment.spare_bytes or held))
             self.entry.warn_beyond(BudgetError(budget, needed, CREATED, least=False))
         return goes_on
-
-    def _goes_on(self, fitting: CountedStep) -> bool:
-        """Whether a call runs plain even where it does not fit: no plan computes its derivatives of gradients, and an
-        error would interrupt a training."""
-        return bool(fitting.step.graph.derived) and self.entry.stepped
 
     def needed_bytes(self, now: CallInProgress, most_bytes: int) -> int | None:
         """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later calls at whose
@@ -289,18 +176,16 @@ class PlainCalls:
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)
-        with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
-            if step is not None and step.draws:  # later calls may run more
-                for highest in (False, True):
-                    with extreme_draws(highest=highest):
-                        other = self._count_step(call, situation, most_bytes, closely=True)
-                    step = max(step, other or step, key=lambda one: one.peak_bytes)
+        step = self.count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
+        for highest in (False, True) if step is not None and step.draws else ():  # later calls may run more
+            with extreme_draws(highest=highest):
+                other = self.count_step(call, situation, most_bytes, closely=True)
+            step = max((one for one in (step, other) if one is not None), key=lambda one: one.peak_bytes)
         if step is None:
             return None
-        needed, account = self._needed(step, call, situation)
+        needed, account = self.needed_by_step(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
-        callers_code = _of_callers_code(step, self.entry, step.output_bytes)
+        callers_code = callers_code_bytes(step, self.entry, step.output_bytes)
         if step.on_values:
             # A count on values runs while the caller still has the outputs of the step before.
             callers_code = max(callers_code, step.output_bytes)
@@ -311,11 +196,10 @@ class PlainCalls:
         """The step of a call that does not fit, to be run beyond the budget with a warning; None where it cannot be
         counted, or needs far more."""
         budget = self.planner.terms.options.budget_bytes
-        with self._settings.naming():
-            step = self._count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
+        step = self.count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
         if step is None:
             return None
-        needed, account = self._needed(step, now.call, now.situation)
+        needed, account = self.needed_by_step(step, now.call, now.situation)
         fitting = CountedStep(step, budget - needed, account, None)
         self.entry.warn_beyond(BudgetError(budget, needed + now.moment.known_elsewhere(account), "it", least=False))
         return fitting
@@ -336,11 +220,10 @@ class PlainCalls:
         or where all calls are to be planned."""
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
-        with self._settings.naming():
-            step = self._count_step(now.call, now.situation, most_bytes, closely=True)
+        step = self.count_step(now.call, now.situation, most_bytes, closely=True)
         if step is None:
             return None
-        needed, account = self._needed(step, now.call, now.situation)
+        needed, account = self.needed_by_step(step, now.call, now.situation)
         needed += now.moment.elsewhere_beside(account)
         return Alone(needed, step.held_bytes, step.peak_bytes) if needed <= most_bytes else None
 
@@ -350,24 +233,23 @@ class PlainCalls:
         """The smallest budget in bytes with which a call runs plain while tensors that are no part of its step take
         `elsewhere_bytes` of it; None where that is above `most_bytes`, or where all calls are to be planned. `graph`
         says how backwards of such calls were seen to keep their graphs."""
-        self._note_graph(_graph_key(call), graph)
+        self.note_graph(graph_key(call), graph)
         if not (self._may_be_first and self._nothing_else_wanted()):
             return None
-        if self._graph_of(call).derived and self.entry.gradients_stay is not False:
+        if self.graph_of(call).derived and self.entry.gradients_stay is not False:
             # No plan computes it, so that later calls must fit too, whose gradients may exist from the beginning.
             situation = replace(situation, gradients_held=True)
-        with self._settings.naming():
-            step = self._count_step(call, situation, most_bytes, closely=True)
+        step = self.count_step(call, situation, most_bytes, closely=True)
         if step is None:
             return None
-        callers_code = _of_callers_code(step, self.entry, step.output_bytes)
-        needed = self._needed(step, call, situation)[0] + callers_code + elsewhere_bytes
+        callers_code = callers_code_bytes(step, self.entry, step.output_bytes)
+        needed = self.needed_by_step(step, call, situation)[0] + callers_code + elsewhere_bytes
         return needed if needed <= most_bytes else None
 
     def seen_beside(self, call: Call) -> list[Call]:
         """The latest calls whose plain step was counted, as "meta" tensors: one for each kind of inputs other than that
         of `call`."""
-        own = _kind_of_inputs(call)[0]
+        own = kind_of_inputs(call)[0]
         return [other for inputs, other in self._seen.items() if inputs != own]
 
     def allocation_failed(self) -> None:
@@ -388,11 +270,11 @@ class PlainCalls:
             self._checkpoints.add(around[0])
         self._ran_bytes = fitting.step.peak_bytes
         moment = replace(now.moment, inputs=())
-        check_graph = partial(self._check_graph, fitting, now.situation, moment, _graph_key(call))
+        check_graph = partial(self._check_graph, fitting, now.situation, moment, graph_key(call))
         # Later steps leave room for as many forwards as were seen before a backward.
         again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         first, most = next_node_number(), self._most_nodes(fitting, now.moment)
-        varies = self.entry.paths_vary or step.depends_on_values or step.draws or self._settings.have_schedule
+        varies = self.entry.paths_vary or step.depends_on_values or step.draws or self.settings.have_schedule
         may_end = now.may_end and varies and not around and most < _FAR * step.nodes
         try:
             with ends_beyond(self.model, call, most) if may_end else nullcontext():
@@ -407,10 +289,18 @@ class PlainCalls:
             again.returned(result)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if outputs:
-            given, returned = tuple(weak_storages(tensors_in(call))), tuple(weak_storages(outputs))
-            counted = step.held_bytes, fitting.room_bytes, fitting.account, step.peak_bytes
-            check_appeared = partial(self._check_appeared, fitting, now.situation, moment)
-            forward = PlainForward(self.entry, *counted, given, returned, check_graph, check_appeared, again)
+            forward = PlainForward(
+                check_graph,
+                partial(self._check_appeared, fitting, now.situation, moment),
+                again,
+                entry=self.entry,
+                held_bytes=step.held_bytes,
+                given=tuple(weak_storages(tensors_in(call))),
+                room_bytes=fitting.room_bytes,
+                account=fitting.account,
+                peak_bytes=step.peak_bytes,
+                outputs=tuple(weak_storages(outputs)),
+            )
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
             waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model
@@ -432,15 +322,15 @@ class PlainCalls:
         `STEEPER` times as much each."""
         step = fitting.step
         beside = moment.known_elsewhere(fitting.account) + moment.reserved_bytes(step.held_bytes)
-        room = fitting.room_bytes - beside + self._margin(depends_on_values=step.depends_on_values) * step.peak_bytes
+        room = fitting.room_bytes - beside + self.margin(depends_on_values=step.depends_on_values) * step.peak_bytes
         return step.nodes * (1 + max(0.0, room / max(1, step.peak_bytes) - 1) / STEEPER)
 
     def _forget(self, now: CallInProgress) -> None:
         """Drop the counts that cover the sizes of a call."""
-        inputs, tensors = _kind_of_inputs(now.call)
+        inputs, tensors = kind_of_inputs(now.call)
         kind = None if inputs is None else self._kind(now.call, inputs, now.situation, now.parts)
         if kind is not None:
-            sizes = _sizes(tensors)
+            sizes = sizes_of(tensors)
             kind.fitting = [(most, fitting) for most, fitting in kind.fitting if not covers(most, sizes)]
 
     def _went_further(self, now: CallInProgress, step: PlainStep, made: int) -> None:
@@ -474,26 +364,25 @@ class PlainCalls:
         last: bool,
     ) -> None:
         """Raise `BudgetError` where a backward of a plain call exceeds the budget: one that keeps its graph, one that
-        gives gradients a graph, or the `last` one after such backwards. Calls with the same `_graph_key` are counted so
+        gives gradients a graph, or the `last` one after such backwards. Calls with the same `graph_key` are counted so
         from now on. In a model that has stepped before, derivatives of gradients are not refused: a warning is given
         once, and later calls are not counted so."""
         step, budget, counted = fitting.step, self.planner.terms.options.budget_bytes, fitting.step
         if self._beside_budget.covers(graph):
             return
-        margin = self._margin(depends_on_values=step.depends_on_values)
+        margin = self.margin(depends_on_values=step.depends_on_values)
 
         def needs(peak_bytes: int) -> int:
             return budget - fitting.room_bytes + int(margin * (peak_bytes - step.peak_bytes))
 
         if not step.graph.covers(graph):
-            before = self._graphs.get(key, FREED)
-            self._note_graph(key, graph)
+            before = self.graphs.get(key, FREED)
+            self.note_graph(key, graph)
             held = step.held_bytes * (1 + graph.kept + sum(graph.derived))
             most = step.peak_bytes + held - step.held_bytes
             counted = replace(step, peak_bytes=most, before_last_bytes=most, derived_bytes=held)
             if fitting.call is not None:
-                with self._settings.naming():
-                    counted = self._count_step(fitting.call, situation, WORTH_NAMING * budget, closely=True) or counted
+                counted = self.count_step(fitting.call, situation, WORTH_NAMING * budget, closely=True) or counted
             beside = moment.reserved_bytes(step.held_bytes)
             beside += (elsewhere_bytes := moment.known_elsewhere(fitting.account))
             needed = needs(counted.peak_bytes) + beside
@@ -502,7 +391,7 @@ class PlainCalls:
                     raise BudgetError(budget, needed, RETAINED, least=False)
                 if fitting.call is not None and not self.entry.stepped:
                     if len(graph.derived) == 1 < graph.derived[0] and not graph.parameters:
-                        self._note_graph(key, graph.further(2))  # as an equation has
+                        self.note_graph(key, graph.further(2))  # as an equation has
                     most = WORTH_NAMING * budget
                     needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, most) or 0)
                 others = [one for one in (*self.entry.waiting(), *self.entry.plain_waiting()) if one is not forward]
@@ -511,7 +400,7 @@ class PlainCalls:
                 refused = BudgetError(budget, needed, CREATED, least=False, further=further)
                 if not self.entry.stepped:
                     raise refused
-                self._graphs[key], self._beside_budget = before, graph
+                self.graphs[key], self._beside_budget = before, graph
                 self.entry.warn_beyond(refused)
         if graph.derived:  # of several forwards in one backward, later ones have ended when it reaches its peak
             forward.held_bytes = forward.peak_bytes = counted.derived_bytes
@@ -549,15 +438,6 @@ class PlainCalls:
             raise refused
         self.entry.warn_beyond(refused)
 
-    def _note_graph(self, key: Hashable, graph: Retention) -> None:
-        """Record how backwards keep graphs: `kept` for all calls, `derived` for calls with this `_graph_key`."""
-        self.entry.graph |= Retention(graph.kept)
-        if graph.derived:
-            self._graphs[key] = self._graphs.get(key, FREED) | graph
-
-    def _graph_of(self, call: Call) -> Retention:
-        return self.entry.graph | self._graphs.get(_graph_key(call), FREED)
-
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan by which the latest call would run if its plain step did not fit the budget, to be shown to the
         user. It is planned by `road` for this situation when first needed, and cached until the next call.
@@ -579,7 +459,7 @@ class PlainCalls:
             self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
         return self._shown[1]
 
-    def _kind(self, call: Call, inputs: Hashable, situation: Situation, parts: Parts) -> _Kind | None:
+    def _kind(self, call: Call, inputs: Hashable, situation: Situation, parts: Parts) -> Kind | None:
         """The counts of calls with such inputs in this situation; None where there are too many kinds already.
 
         Raises `ValueError` where an input is on another device than the model.
@@ -587,13 +467,13 @@ class PlainCalls:
         parameters = tuple([
             (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
         ])  # fmt: skip
-        state = situation.gradients_held, situation.buckets, CallerModes.now(), self._settings.number(parts.modules)
-        key = inputs, parameters, state, self._graph_of(call), parts.parameters[0].device
+        state = situation.gradients_held, situation.buckets, CallerModes.now(), self.settings.number(parts.modules)
+        key = inputs, parameters, state, self.graph_of(call), parts.parameters[0].device
         if key not in self._kinds:
             check_device(call, self.model)
             if len(self._kinds) >= _MOST_KINDS:
                 return None
-            self._kinds[key] = _Kind()
+            self._kinds[key] = Kind()
         return self._kinds[key]
 
     def _more_closely(self, fitting: CountedStep, situation: Situation) -> CountedStep | None:
@@ -603,37 +483,35 @@ class PlainCalls:
         if not fitting.step.is_bound or fitting.call is None:
             return None
         budget_bytes = self.planner.terms.options.budget_bytes
-        with self._settings.naming():
-            step = self._count_step(fitting.call, situation, budget_bytes, closely=True)
-        return None if step is None else self._fitting(step, fitting.call, situation)
+        step = self.count_step(fitting.call, situation, budget_bytes, closely=True)
+        return None if step is None else self.fitting_step(step, fitting.call, situation)
 
-    def _has_more_room(self, kind: _Kind, now: CallInProgress) -> bool:
+    def _has_more_room(self, kind: Kind, now: CallInProgress) -> bool:
         """Whether so many fewer bytes are outside of the step now than when calls were too large that counting this
         call again is worth the time."""
-        freed = kind.beside - _there_beside(now.moment, self._account(now.call, now.situation))
+        freed = kind.beside - bytes_beside(now.moment, self.account(now.call, now.situation))
         return freed >= self.planner.terms.options.budget_bytes // WORTHWHILE
 
-    def _count(self, kind: _Kind, now: CallInProgress, sizes: Sizes) -> CountedStep | None:
+    def _count(self, kind: Kind, now: CallInProgress, sizes: Sizes) -> CountedStep | None:
         call, situation, moment = now.call, now.situation, now.moment
         special = bool(special_tensors(call, Parts.of(self.model)))
         if not special:
-            self._seen[_kind_of_inputs(call)[0]] = on_meta(call)
+            self._seen[kind_of_inputs(call)[0]] = on_meta(call)
         seen = [0]
 
         def beside(account: Account) -> int:
-            seen.append(_there_beside(moment, account))
+            seen.append(bytes_beside(moment, account))
             return seen[-1]
 
-        derived = bool(self._graph_of(call).derived)
+        derived = bool(self.graph_of(call).derived)
         given: Any = {"closely": moment.others_train or derived, "beside": beside}
         most = self.planner.terms.options.budget_bytes * (WORTH_NAMING if derived and self.entry.stepped else 1)
-        for batch in (call,) if special else (*_grown(call, kind), call):
-            with self._settings.naming():
-                step = self._count_step(batch, situation, most, **given)
+        for batch in (call,) if special else (*grown(call, kind), call):
+            step = self.count_step(batch, situation, most, **given)
             if step is not None and (step.depends_on_values or step.draws):
                 self.entry.paths.add(step.nodes)
-            if step is not None and (fitting := self._fitting(step, batch, situation)) is not None:
-                kind.fitting.append((_sizes(tensors_in(batch)), fitting))
+            if step is not None and (fitting := self.fitting_step(step, batch, situation)) is not None:
+                kind.fitting.append((sizes_of(tensors_in(batch)), fitting))
                 self._note_latest(call, sizes)
                 return fitting
         kind.too_large.append(sizes)
@@ -648,119 +526,6 @@ class PlainCalls:
             self.latest = without_frames(special)
         else:
             self.latest = on_meta(call)
-
-    def _count_step(
-        self,
-        call: Call,
-        situation: Situation,
-        budget_bytes: int,
-        *,
-        closely: bool = False,
-        beside: Callable[[Account], int] = lambda account: 0,
-    ) -> PlainStep | None:
-        """The step of a call, counted without its values; on its values where the code branches on them and no other
-        rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
-        the count stops as soon as that is clear. `closely` is as for `count_plain_step`; `beside` returns the bytes
-        outside of a step with an account: a count on values has to fit together with them.
-        """
-        if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
-            return None  # without values, or gathered by hooks, with the other ranks, which do not count
-        with self.checkpoints.counted() if self.checkpoints else nullcontext():
-            return self._counted_step(call, situation, budget_bytes, closely=closely, beside=beside)
-
-    def _counted_step(
-        self,
-        call: Call,
-        situation: Situation,
-        budget_bytes: int,
-        *,
-        closely: bool,
-        beside: Callable[[Account], int],
-    ) -> PlainStep | None:
-        card, held, depends, reached = self.planner.terms.card, situation.gradients_held, None, None
-        graph = self._graph_of(call)
-        room = budget_bytes - self.resident_bytes(call, situation)
-        try:
-            most = room / self._margin(depends_on_values=False)
-            if special_tensors(call, Parts.of(self.model)):
-                raise ValueIsRead  # how much a sparse result holds depends on values
-            given: Any = {"gradients_held": held, "most_bytes": most, "graph": graph, "closely": closely}
-            step = count_plain_step(self.model, self.plain, call, card, **given)
-            if self.checkpoints is None:
-                return step
-            if step is not None:
-                if self._needed(step, call, situation)[0] > budget_bytes:
-                    return step
-                depends, reached = step.depends_on_values, step.reached
-        except ValueIsRead:
-            pass
-        if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
-            return None
-        account = self._account(call, situation, reached)
-        room = budget_bytes - account.resident_bytes - beside(account)
-        most = int(room / self._margin(depends_on_values=bool(depends)))
-        with self.checkpoints.checked() if self.checkpoints else nullcontext():
-            counted = count_on_values(
-                self.model, self.plain, call, card, most, graph=graph, checkpoints=self.checkpoints is not None
-            )
-        return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
-
-    def _fitting(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
-        """The step with the bytes of the budget that it leaves free; None where it exceeds the budget."""
-        needed, account = self._needed(step, call, situation)
-        if step.peak_bytes > self._most_bytes:
-            return None
-        room = self.planner.terms.options.budget_bytes - needed
-        hollow = None if step.on_values else on_meta(call)
-        fitting = CountedStep(step, room, account, hollow)
-        return fitting if room >= 0 or self._goes_on(fitting) else None
-
-    def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:
-        """The row of the plain step for a receipt: its peak in bytes and its seconds, counted from the shapes of a
-        call; None where it cannot be counted."""
-        terms = self.planner.terms
-        if terms.sharding is not None:
-            return None
-        with suppress(ValueIsRead):
-            count = partial(count_plain_step, self.model, self.plain, call, terms.card)
-            held = situation.gradients_held
-            with kernels_of(terms.absent_card):
-                step = count(gradients_held=held)
-                with suppress(ValueIsRead):
-                    step = (step and step.is_bound and count(gradients_held=held, closely=True)) or step
-            if step is not None:
-                peak = self._needed(step, call, situation, margin=1.0)[0]
-                seconds = sum(times * call_seconds(one, terms.card) for one, times in step.calls.items())
-                return ReceiptRow(PLAIN_STEP, peak, seconds)
-        return None
-
-    def _needed(
-        self, step: PlainStep, call: Call, situation: Situation, *, margin: float | None = None
-    ) -> tuple[int, Account]:
-        """The bytes that a step needs by its count, with nothing elsewhere, and its account. The counted peak is
-        multiplied by `margin` for what the count may miss; None for the usual margin."""
-        account = self._account(call, situation, step.reached)
-        if situation.buckets is not None and situation.buckets.clone_outputs:
-            account = replace(account, output_clones=step.output_bytes)
-        margin = self._margin(depends_on_values=step.depends_on_values) if margin is None else margin
-        peak = account.resident_bytes + int(margin * step.peak_bytes)
-        return max(peak, account.optimizer_step_bytes(step.output_bytes)), account
-
-    def resident_bytes(self, call: Call, situation: Situation) -> int:
-        """The bytes that are resident in any step of a call, without optimizer state, since it is not known yet which
-        parameters have some."""
-        return replace(self._account(call, situation), optimizer_state=0).resident_bytes
-
-    def _account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
-        """The account of a call with nothing elsewhere on the device; `reached`: the `id`s of the parameters that get
-        gradients, where that is known."""
-        account = self.planner.accounts.account(call, replace(situation, elsewhere=0), reached=reached)
-        return replace(account, tolerance=0)
-
-    def _margin(self, *, depends_on_values: bool) -> float:
-        if depends_on_values:
-            return VALUES_MARGIN if self.checkpoints is None else CHECKPOINTS_MARGIN
-        return CUDA_MARGIN if device_of(self.planner.terms.card).caching else MARGIN
 
     @property
     def _may_be_first(self) -> bool:
@@ -780,55 +545,3 @@ class PlainCalls:
             or planner.optimizer_choice.chosen
             or planner.optimizer_choice.allowed
         )
-
-
-def _constants(sizes: Sizes) -> Sizes:
-    """The sizes that stay constants in a captured graph (0 and 1), with -1 in place of the others."""
-    return tuple([size if size < 2 else -1 for size in sizes])
-
-
-def _kind_of_inputs(call: Call) -> tuple[Hashable, list[torch.Tensor]]:
-    """A key of a call's arguments without the sizes of tensors, and the tensors among them. The key is None where an
-    argument is an object, which may hold tensors that a count does not see."""
-    leaves, structure = _leaves(call)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    known = all(isinstance(leaf, _PLAIN) for leaf in others)
-    return (structure, repr(others), tuple(map(_without_sizes, tensors))) if known else None, tensors
-
-
-def _graph_key(call: Call) -> Hashable:
-    """A key of the calls that a loop differentiates in one way: their tensors' dtypes, dimensions and
-    `requires_grad`."""
-    return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors_in(call)])
-
-
-def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:
-    """The leaves of the arguments, and a key of the containers around them; quick for calls without containers."""
-    leaves = (*call[0], *call[1].values())
-    if all(isinstance(leaf, _LEAVES) for leaf in leaves):
-        return leaves, (len(call[0]), *call[1])
-    nested, structure = tree_flatten(call)
-    return nested, repr(structure)
-
-
-def _without_sizes(tensor: torch.Tensor) -> Hashable:
-    return tensor.dtype, tensor.device, tensor.dim(), tensor.requires_grad, special_kind(tensor)
-
-
-def _sizes(tensors: Iterable[torch.Tensor]) -> Sizes:
-    """The sizes of tensors, of sparse and nested ones those of the tensors inside."""
-    return tuple([size for tensor in tensors for size in sizes_within(tensor)])
-
-
-def _grown(call: Call, kind: _Kind) -> Iterator[Call]:
-    """The call at the sizes of the latest count, with a margin where its own are larger; nothing before any count."""
-    if not kind.fitting:
-        return
-    tensors = list(tensors_in(call))
-    sizes = _sizes(tensors)
-    growth = kind.growth(sizes)
-    places = [(number, dim) for number, tensor in enumerate(tensors) for dim in range(tensor.dim())]
-    counted = kind.fitting[-1][0]
-    grown = [math.ceil(growth * size) if size > most else most for size, most in zip(sizes, counted, strict=True)]
-    yield at_largest(call, dict(zip(places, grown, strict=True)))

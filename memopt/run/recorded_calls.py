@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dry_run import DryRun, as_run_later, cut_off, record_dry_run
 from memopt.capture.dynamic_shapes import marked
 from memopt.capture.dynamo import TooManyShapes, compile_call
 from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
-from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.region import RecordedRegion
 from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded
 from memopt.compat.tensors import as_implemented, weak_storages
@@ -42,11 +43,11 @@ from memopt.run.pending import PendingForward
 from memopt.run.plans_of_regions import PlansOfRegions, RegionRecorded
 from memopt.run.replay import Replay, hand_out
 from memopt.run.road import Road
-from memopt.run.second_run import SecondRun
+from memopt.run.second_run import SecondRun, WeakInputs
 from memopt.run.sharding import Keeping
 from memopt.run.sizes import SizeBounds
-from memopt.run.weak_inputs import WeakInputs
-from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone, values_restored
+from memopt.saved_values import values_restored
+from memopt.training_state import ForwardState, containers_restored, contents_of, refill, undone
 from memopt.units import size
 
 _Variant = tuple[RecordedRegion, RegionSchedule, frozenset[int], bool, tuple[tuple[str, int], ...]]

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from memopt.capture.between import EagerCodeTooLargeError
+from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamic_shapes import Place, declared_sizes
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, training_call
 from memopt.capture.inputs import Call, call_signature, leaf_name, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
-from memopt.capture.region import CapturedCall
 from memopt.compat.autograd import stops_recomputation
 from memopt.errors import BudgetError, CaptureError
 from memopt.lru import LruCache

@@ -18,10 +18,11 @@ from memopt.compat.autograd import is_batched, keeps_graph, note_reached
 from memopt.compat.host import device_among
 from memopt.compat.tensors import storage_key
 from memopt.errors import UnplannedGradientError
+from memopt.random_states import generator_states, set_generators
 from memopt.run.on_demand import Later
 from memopt.run.pending import PendingForward
-from memopt.run.weak_inputs import WeakInputs
-from memopt.training_state import CallState, generator_states, generators_before, set_generators
+from memopt.run.second_run import WeakInputs
+from memopt.training_state import CallState, generators_before
 
 
 class Replay:

@@ -18,11 +18,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo import in_brief_with_line
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import NothingToRewrite
-from memopt.capture.region import CapturedCall, RecordedRegion, RegionRun
+from memopt.capture.region import RecordedRegion
 from memopt.device.devices import device_of
 from memopt.emit.emit import emit_plan
 from memopt.emit.gradients import Accumulation

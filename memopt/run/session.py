@@ -64,7 +64,7 @@ from memopt.run.hosted import (
 from memopt.run.ledger import Moment
 from memopt.run.longer_paths import LongerPath
 from memopt.run.pending import PendingForward
-from memopt.run.plain_calls import CountedStep
+from memopt.run.plain_counter import CountedStep
 from memopt.run.ranks import DataParallel
 from memopt.run.safety_net import SafetyNet, StepMemoryError
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
@@ -321,9 +321,12 @@ class Session:
         """Run a call by its plan. If no plan fits the regions of a broken forward, or the call cannot be captured, it
         runs with activation checkpoints if these fit. A call that cannot be captured otherwise runs unplanned if
         `allow` has "plain". Raises `BudgetError` and `CaptureError`."""
-        # Where code between regions holds more than half of the room, little is left for a plan, and the recording may
-        # need more than there is.
-        half = partial(self._half_of_the_room, calls, now)
+
+        def half() -> float:
+            """Half of the room: where code between regions holds more, little is left for a plan, and the recording may
+            need more than there is."""
+            return (self.options.budget_bytes - calls.plain_calls.resident_bytes(now.call, now.situation)) / 2
+
         try:
             return self._by_plan(calls, replace(now, most_between=half))
         except (BudgetError, CaptureError) as error:
@@ -390,9 +393,6 @@ class Session:
             except Exception as plain:
                 return plain if type(plain) is type(error) else error
         return error
-
-    def _half_of_the_room(self, calls: TrainingCalls, now: CallInProgress) -> float:
-        return (self.options.budget_bytes - calls.plain_calls.resident_bytes(now.call, now.situation)) / 2
 
     def _by_plan(self, calls: TrainingCalls, now: CallInProgress) -> Any:
         """Run a call by its plan; where none fits, once more after waiting forwards have freed the tensors that they

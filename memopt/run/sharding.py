@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from memopt.capture.captured_call import CapturedCall
 from memopt.capture.dynamo_graph import is_tensor_parallel
-from memopt.capture.region import CapturedCall
 from memopt.compat.exchanges import ALL, Resharding, settle_gloo
 from memopt.compat.fsdp import is_fully_sharded, is_sharded_otherwise, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in

@@ -32,7 +32,8 @@ from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.run.changed_inputs import watch_plain
-from memopt.run.entry import Entry, Plain
+from memopt.run.entry import Entry, WaitingPlain
+from memopt.run.forward_groups import ForwardGroups
 from memopt.run.ledger import Ledger, Moment
 from memopt.run.overlaps import AsPlain, Overlap, room_for_others
 from memopt.run.pending import PendingForward, release_all
@@ -54,7 +55,8 @@ class Share:
         # The parameters that fully_shard gathers and frees between regions would also be found elsewhere.
         looked_for = here and not is_fully_sharded(model)
         fixed_bytes = options.elsewhere_bytes if looked_for or options.elsewhere_bytes is not None else 0
-        self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.given_optimizer, at_least=options.forwards)
+        groups = ForwardGroups(options.forwards)
+        self.entry = Entry(model, options.budget_bytes, fixed_bytes, options.given_optimizer, groups)
         self._left: LruCache[object, int] = LruCache(_MOST_KINDS)
         """The bytes that were left to other models, at the latest moment of each kind."""
         self._freed = False
@@ -205,7 +207,7 @@ class Share:
             hooked += sharing_memory(self.model)
         return Situation(
             gradients_held=self.one_by_one or held,
-            to_come=self.entry.others_expected if self.one_by_one else 0,
+            to_come=self.entry.groups.others_expected if self.one_by_one else 0,
             meanwhile=0 if self.fixed_bytes is not None else None,
             hooked=frozenset(map(id, hooked)),
             buckets=self.parallel.buckets(),
@@ -215,7 +217,7 @@ class Share:
         """The moment at which a call begins: which bytes on the device are counted already, in the step or in other
         forwards."""
         counted, gradients = self._counted(call, situation.gradients_held), 0
-        if (counted.waiting or self.entry.others_expected) and not self.one_by_one:
+        if (counted.waiting or self.entry.groups.others_expected) and not self.one_by_one:
             gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
         counted = replace(counted, gradients=gradients)
         later = self._left_later(counted)
@@ -230,7 +232,7 @@ class Share:
         parameters are on the device, as of a copy of the model that teaches it from now on."""
         if self.entry.fixed_bytes is not None:
             return False
-        if self.entry.seen.backward and self.entry.groups_done < 2 and moment.others_train:
+        if self.entry.seen.backward and self.entry.groups.done < 2 and moment.others_train:
             return True
         self.ledger.now(replace(moment, closely=True) if self._others_there is None else moment)
         before = self._others_there if self.entry.seen.backward else None
@@ -250,7 +252,7 @@ class Share:
         if self.others_may_run(moment):
             return None
         others = ledger.others_training(entry)
-        if not ledger.knows(entry) or moment.waiting > entry.others_expected:
+        if not ledger.knows(entry) or moment.waiting > entry.groups.others_expected:
             return None
         seen = [overlap for overlap in frozenset().union(*entry.seen.meanwhile) if not overlap.begun_before]
         intervening = ledger.intervening_backward_bytes(entry) if others else 0
@@ -348,16 +350,16 @@ class Share:
             raise self._refusal(works, plan.account.elsewhere)
         if waiting and situation.for_other_models is not None:
             earlier = [one.held_bytes for one in (*self.entry.waiting(), *self.entry.plain_waiting())]
-            self.entry.beside_waiting = held, max(earlier)
+            self.entry.groups.beside_waiting = held, max(earlier)
         forward = PendingForward(
-            plan,
             weakref.ref(self.model),
             situation.hooked,
-            self.entry,
             accumulation,
-            held,
             self.backward_moment,
-            tuple(weak_storages(tensors_in(call))),
+            entry=self.entry,
+            plan=plan,
+            held_bytes=held,
+            given=tuple(weak_storages(tensors_in(call))),
         )
         self.entry.add(forward)
         self.ledger.begins(forward)
@@ -375,7 +377,8 @@ class Share:
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
         refused = self.ledger.for_whole_step(self.entry, refused, plain)
-        return refused if self.entry.others_expected >= waiting else refused.adding(_IN_GROUP.format(waiting + 1))
+        expected = self.entry.groups.others_expected
+        return refused if expected >= waiting else refused.adding(_IN_GROUP.format(waiting + 1))
 
     def _beside_waiting(self, smallest_bytes: int, plain: AsPlain) -> int:
         """A budget with which a call fits together with the waiting forwards, if it needs `smallest_bytes` with what
@@ -411,7 +414,7 @@ class Share:
     def _gradients(self) -> int:
         return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
-    def _left_bytes(self, forward: Plain, call: Call) -> int:
+    def _left_bytes(self, forward: WaitingPlain, call: Call) -> int:
         """The bytes of the budget that the step of a waiting plain forward leaves free while another call begins, if it
         were the only one that waits. Its own inputs are then found elsewhere too, and are counted once."""
         held = _have_gradients(parameters_in(modules_of(self.model)))

@@ -30,16 +30,18 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
+from memopt.random_states import set_generators
 from memopt.run import kept_plans
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import CheckpointedCalls
-from memopt.run.plain_calls import CountedStep, PlainCalls
+from memopt.run.plain_calls import PlainCalls
+from memopt.run.plain_counter import CountedStep
 from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
 from memopt.run.share import Share
 from memopt.solver import SolverError
-from memopt.training_state import CallState, set_generators
+from memopt.training_state import CallState
 from memopt.units import size
 from passes import PassError
 

@@ -14,9 +14,9 @@ from torch import nn
 from memopt.compat.ddp import unwrapped
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of
+from memopt.random_states import generator_states, set_generators
 from memopt.train.effective_batch import EffectiveBatch
 from memopt.train.scaling import Scaling
-from memopt.training_state import generator_states, set_generators
 from passes.ops.fp8_formats import histories_state, load_histories
 
 _HOST, _CARDS = "cpu", "cuda"

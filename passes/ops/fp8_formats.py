@@ -285,10 +285,6 @@ def _(x: Tensor, dtype: torch.dtype, history: str) -> Tensor:
     return torch.empty((), dtype=torch.float32, device=x.device)
 
 
-def _no_gradient(ctx: Any, of_scale: Tensor | None) -> tuple[None, None, None]:
-    return None, None, None
-
-
-fp8_delayed_scale.register_autograd(_no_gradient)
+fp8_delayed_scale.register_autograd(lambda ctx, of_scale: (None, None, None))
 
 DELAYED_SCALE: Any = torch.ops.memopt.fp8_delayed_scale.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memopt.capture.region import CapturedCall, RegionRun
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from tests.capture.recorded import recorded
 
 

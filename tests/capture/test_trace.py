@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.operators import NOTHING, Decision, NothingToRewrite, OperatorGraph, Rewriting
-from memopt.capture.region import CapturedCall, RegionRun
 from memopt.capture.trace import accumulating, lay_out_again
 from memopt.errors import CaptureError
 from memopt.rewrite.trace import trace, trace_call

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memopt.checks.reference import Exact, float64_step
-from memopt.training_state import generator_states, set_generators
+from memopt.random_states import generator_states, set_generators
 
 CPU = torch.device("cpu")
 

@@ -347,7 +347,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         counts.append(args)
         return count_plain_step(*args, **kwargs)
 
-    monkeypatch.setattr("memopt.run.plain_calls.count_plain_step", count)
+    monkeypatch.setattr("memopt.run.plain_counter.count_plain_step", count)
     return counts
 
 

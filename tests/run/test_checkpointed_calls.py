@@ -13,7 +13,7 @@ from torch import nn
 import memopt
 from memopt.account.plain_count import count_on_values
 from memopt.errors import BudgetError, CaptureError
-from memopt.run import plain_calls
+from memopt.run import plain_counter
 from memopt.run.checkpoints import RecomputedOtherwiseError, choices
 from memopt.run.session import session_of
 from tests.elsewhere import counted
@@ -272,7 +272,7 @@ def test_a_count_on_values_leaves_room_for_what_is_there(monkeypatch: pytest.Mon
         limits.append(args[4])
         return count_on_values(*args, **options)
 
-    monkeypatch.setattr(plain_calls, "count_on_values", count)
+    monkeypatch.setattr(plain_counter, "count_on_values", count)
     budget, elsewhere, output = 16 * 2**20, torch.zeros(2**20), None
     model = routed(budget)
     for rows in (40, 60):

@@ -65,20 +65,20 @@ def test_as_many_forwards_again_are_expected_beyond_the_known_ones() -> None:
     for waiting in range(5):
         entry.begin(waiting)
     entry.begin(0)
-    assert entry.groups_done == 1
-    assert entry.others_expected == 4
+    assert entry.groups.done == 1
+    assert entry.groups.others_expected == 4
     assert [Moment(entry, waiting=waiting).beyond_expected for waiting in range(6)] == [0, 0, 0, 0, 0, 5]
 
 
 def test_further_forwards_hold_as_much_as_after_one_that_held_no_less_than_the_first_one() -> None:
     entry = Entry(nn.Linear(1, 1), 1000)
     small, large = (cast(Plan, SimpleNamespace(held_bytes=held)) for held in (10, 100))
-    assert entry.held_after(large) == 100
-    entry.beside_waiting = 1, 10
-    assert entry.held_after(small) == 1
-    assert entry.held_after(large) == 100
-    entry.beside_waiting = 1, 100
-    assert entry.held_after(large) == 1
+    assert entry.groups.held_after(large) == 100
+    entry.groups.beside_waiting = 1, 10
+    assert entry.groups.held_after(small) == 1
+    assert entry.groups.held_after(large) == 100
+    entry.groups.beside_waiting = 1, 100
+    assert entry.groups.held_after(large) == 1
 
 
 @pytest.mark.slow

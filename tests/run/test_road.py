@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.capture.region import CapturedCall
+from memopt.capture.captured_call import CapturedCall
 from memopt.errors import BudgetError
 from memopt.planning.terms import Situation
 from memopt.run.training import TrainingCalls

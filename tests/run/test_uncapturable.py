@@ -13,7 +13,7 @@ from torch import nn
 
 import memopt
 from memopt.capture import dynamo
-from memopt.run import plain_calls
+from memopt.run import plain_counter
 from memopt.run.ledger import Ledger
 from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
 from memopt.run.status import State
@@ -152,13 +152,13 @@ def test_a_plain_step_is_not_refused_for_memory_that_no_tensor_holds(monkeypatch
     finds no tensors in it, but searches had taken their share of the time, so that the limit counted."""
     monkeypatch.delenv("MEMOPT_PLAN", raising=False)
     monkeypatch.setattr(Ledger, "may_look", lambda _: False)
-    own, allocated = plain_calls.count_on_values, [2**30]
+    own, allocated = plain_counter.count_on_values, [2**30]
 
     def count(*given: Any, **options: Any) -> Any:
         allocated[0] = 2**30 - 300_000
         return own(*given, **options)
 
-    monkeypatch.setattr(plain_calls, "count_on_values", count)
+    monkeypatch.setattr(plain_counter, "count_on_values", count)
     monkeypatch.setattr(Ledger, "_reading", lambda _: ("allocator", allocated[0]))
     x, adjacency = torch.randn(4096, 8), torch.eye(4096).to_sparse()
     with pytest.raises(memopt.BudgetError) as refused:

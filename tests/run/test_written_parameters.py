@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.training_state import undone, written_parameters
+from memopt.saved_values import written_parameters
+from memopt.training_state import undone
 
 pytestmark = pytest.mark.plans_always
 EXACT: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "reinplace"}}

@@ -1,0 +1,246 @@
+"""A step of the plain model with its counted bytes, and how these are counted for a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from memopt.account.account import Account
+from memopt.account.eager_bytes import ValueIsRead
+from memopt.account.plain_count import PlainStep, count_on_values, count_plain_step
+from memopt.capture.data_sizes import is_real
+from memopt.capture.dynamo import plain_loss_call
+from memopt.capture.inputs import Call, on_meta, special_tensors, tensors_in
+from memopt.compat.autograd import FREED, Retention
+from memopt.compat.modules import Parts, plain_call
+from memopt.compat.tensors import is_sharded
+from memopt.device.devices import device_of, kernels_of
+from memopt.device.time_model import call_seconds
+from memopt.planning.call_planner import CallPlanner
+from memopt.planning.plan import PLAIN_STEP, ReceiptRow
+from memopt.planning.terms import Situation
+from memopt.run.checkpoints import Checkpoints
+from memopt.run.entry import Entry
+from memopt.run.ledger import Moment
+from memopt.run.settings import Settings
+from memopt.run.until_backward import LARGE_LOSS_OUTSIDE
+from memopt.units import size
+
+MARGIN = 1.02
+"""The factor for what the count of a plain step may miss; on a GPU, whose allocator leaves gaps, `CUDA_MARGIN`."""
+CUDA_MARGIN = 1.1
+VALUES_MARGIN = 1.5
+"""As `MARGIN`, for code that branches on values: the next batch may run another branch."""
+CHECKPOINTS_MARGIN = 1.25
+"""As `VALUES_MARGIN`, where modules run as activation checkpoints: they hold mostly their inputs."""
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    """A step that fits the budget without a plan, with the bytes that it was counted to hold."""
+
+    step: PlainStep
+    room_bytes: int
+    """The bytes of the budget that it leaves free."""
+    account: Account
+    """The bytes of the step other than activations."""
+    call: Call | None
+    """The call that was counted, without its values; None where its count depends on them."""
+
+    @property
+    def reason(self) -> str:
+        """Why the call runs plain, as a clause that begins with "since"."""
+        if self.room_bytes < 0:
+            return f"since an error would end the training: its step needs {size(-self.room_bytes)} beyond the budget"
+        return f"since its step fits the budget with {size(self.room_bytes)} to spare"
+
+    def fits(self, moment: Moment, further: int = 0) -> bool:
+        """Whether the step fits the budget together with waiting forwards, everything else on the device, and `further`
+        bytes."""
+        held = 0 if self.step.graph.derived else self.step.held_bytes  # other forwards hold no graphs of gradients
+        kept = moment.kept_outputs
+        if moment.appears and not moment.entry.latest_outputs:  # the first step: the next one is to run so, too
+            kept = self.step.output_bytes
+        room = self.room_bytes - further - callers_code_bytes(self.step, moment.entry, kept)
+        fits = moment.leaves(room - moment.reserved_bytes(held), self.account)
+        return fits and moment.may_hold(held)
+
+
+def callers_code_bytes(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
+    """The bytes by which the caller's own code raises a step above its own peak: a loss outside of the model, as seen
+    or as guessed; or the outputs of the step before, of `kept_outputs` bytes, which stay alive during the forward."""
+    seen = entry.until_backward(step.tangent_bytes)
+    callers_code = LARGE_LOSS_OUTSIDE * step.tangent_bytes if seen is None else seen
+    until_backward = step.held_bytes + step.tangent_bytes + callers_code
+    return max(0, until_backward - step.peak_bytes, step.forward_bytes + kept_outputs - step.peak_bytes)
+
+
+def bytes_beside(moment: Moment, account: Account) -> int:
+    """The bytes on the device now outside of the step of a call with this account: elsewhere, in forwards that wait,
+    and in outputs that the caller still holds."""
+    return moment.elsewhere_beside(account) + moment.waiting_bytes + moment.kept_outputs
+
+
+def graph_key(call: Call) -> Hashable:
+    """A key of the calls that a loop differentiates in one way: their tensors' dtypes, dimensions and
+    `requires_grad`."""
+    return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors_in(call)])
+
+
+class PlainCounter:
+    """Counts the steps of a model's calls as the plain model runs them, with its loss function and with activation
+    checkpoints if any were chosen. The base of `PlainCalls`, which decides by the counts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planner: CallPlanner,
+        loss_fn: Callable[..., Any] | None,
+        entry: Entry,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
+        self.model, self.planner, self.entry, self.checkpoints = model, planner, entry, checkpoints
+        self._forward: Callable[..., Any] = plain_loss_call(model, loss_fn, call=plain_call(model))
+        self._most_bytes: float = math.inf
+        """Steps that hold more than this, without resident bytes, are planned: an allocation failed in such a step."""
+        self.settings = Settings(model)
+        self.graphs: dict[Hashable, Retention] = {}
+        """How backwards keep the graphs of calls, by `graph_key`, beyond how they keep those of all calls."""
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the plain model's forward and its loss function, with activation checkpoints if any were chosen."""
+        with self.checkpoints.active() if self.checkpoints else nullcontext():
+            return self._forward(*args, **kwargs)
+
+    def goes_on(self, fitting: CountedStep) -> bool:
+        """Whether a call runs plain even where it does not fit: no plan computes its derivatives of gradients, and an
+        error would interrupt a training."""
+        return bool(fitting.step.graph.derived) and self.entry.stepped
+
+    def note_graph(self, key: Hashable, graph: Retention) -> None:
+        """Record how backwards keep graphs: `kept` for all calls, `derived` for calls with this `graph_key`."""
+        self.entry.graph |= Retention(graph.kept)
+        if graph.derived:
+            self.graphs[key] = self.graphs.get(key, FREED) | graph
+
+    def graph_of(self, call: Call) -> Retention:
+        return self.entry.graph | self.graphs.get(graph_key(call), FREED)
+
+    def count_step(
+        self,
+        call: Call,
+        situation: Situation,
+        budget_bytes: int,
+        *,
+        closely: bool = False,
+        beside: Callable[[Account], int] = lambda account: 0,
+    ) -> PlainStep | None:
+        """The step of a call, counted without its values; on its values where the code branches on them and no other
+        rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
+        the count stops as soon as that is clear. `closely` is as for `count_plain_step`; `beside` returns the bytes
+        outside of a step with an account: a count on values has to fit together with them.
+        """
+        if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
+            return None  # without values, or gathered by hooks, with the other ranks, which do not count
+        with self.settings.naming(), self.checkpoints.counted() if self.checkpoints else nullcontext():
+            return self._counted_step(call, situation, budget_bytes, closely=closely, beside=beside)
+
+    def _counted_step(
+        self,
+        call: Call,
+        situation: Situation,
+        budget_bytes: int,
+        *,
+        closely: bool,
+        beside: Callable[[Account], int],
+    ) -> PlainStep | None:
+        card, held, depends, reached = self.planner.terms.card, situation.gradients_held, None, None
+        graph = self.graph_of(call)
+        room = budget_bytes - self.resident_bytes(call, situation)
+        try:
+            most = room / self.margin(depends_on_values=False)
+            if special_tensors(call, Parts.of(self.model)):
+                raise ValueIsRead  # how much a sparse result holds depends on values
+            given: Any = {"gradients_held": held, "most_bytes": most, "graph": graph, "closely": closely}
+            step = count_plain_step(self.model, self.plain, call, card, **given)
+            if self.checkpoints is None:
+                return step
+            if step is not None:
+                if self.needed_by_step(step, call, situation)[0] > budget_bytes:
+                    return step
+                depends, reached = step.depends_on_values, step.reached
+        except ValueIsRead:
+            pass
+        if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
+            return None
+        account = self.account(call, situation, reached)
+        room = budget_bytes - account.resident_bytes - beside(account)
+        most = int(room / self.margin(depends_on_values=bool(depends)))
+        with self.checkpoints.checked() if self.checkpoints else nullcontext():
+            counted = count_on_values(
+                self.model, self.plain, call, card, most, graph=graph, checkpoints=self.checkpoints is not None
+            )
+        return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
+
+    def fitting_step(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
+        """The step with the bytes of the budget that it leaves free; None where it exceeds the budget."""
+        needed, account = self.needed_by_step(step, call, situation)
+        if step.peak_bytes > self._most_bytes:
+            return None
+        room = self.planner.terms.options.budget_bytes - needed
+        hollow = None if step.on_values else on_meta(call)
+        fitting = CountedStep(step, room, account, hollow)
+        return fitting if room >= 0 or self.goes_on(fitting) else None
+
+    def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:
+        """The row of the plain step for a receipt: its peak in bytes and its seconds, counted from the shapes of a
+        call; None where it cannot be counted."""
+        terms = self.planner.terms
+        if terms.sharding is not None:
+            return None
+        with suppress(ValueIsRead):
+            count = partial(count_plain_step, self.model, self.plain, call, terms.card)
+            held = situation.gradients_held
+            with kernels_of(terms.absent_card):
+                step = count(gradients_held=held)
+                with suppress(ValueIsRead):
+                    step = (step and step.is_bound and count(gradients_held=held, closely=True)) or step
+            if step is not None:
+                peak = self.needed_by_step(step, call, situation, margin=1.0)[0]
+                seconds = sum(times * call_seconds(one, terms.card) for one, times in step.calls.items())
+                return ReceiptRow(PLAIN_STEP, peak, seconds)
+        return None
+
+    def needed_by_step(
+        self, step: PlainStep, call: Call, situation: Situation, *, margin: float | None = None
+    ) -> tuple[int, Account]:
+        """The bytes that a step needs by its count, with nothing elsewhere, and its account. The counted peak is
+        multiplied by `margin` for what the count may miss; None for the usual margin."""
+        account = self.account(call, situation, step.reached)
+        if situation.buckets is not None and situation.buckets.clone_outputs:
+            account = replace(account, output_clones=step.output_bytes)
+        margin = self.margin(depends_on_values=step.depends_on_values) if margin is None else margin
+        peak = account.resident_bytes + int(margin * step.peak_bytes)
+        return max(peak, account.optimizer_step_bytes(step.output_bytes)), account
+
+    def resident_bytes(self, call: Call, situation: Situation) -> int:
+        """The bytes that are resident in any step of a call, without optimizer state, since it is not known yet which
+        parameters have some."""
+        return replace(self.account(call, situation), optimizer_state=0).resident_bytes
+
+    def account(self, call: Call, situation: Situation, reached: frozenset[int] | None = None) -> Account:
+        """The account of a call with nothing elsewhere on the device; `reached`: the `id`s of the parameters that get
+        gradients, where that is known."""
+        account = self.planner.accounts.account(call, replace(situation, elsewhere=0), reached=reached)
+        return replace(account, tolerance=0)
+
+    def margin(self, *, depends_on_values: bool) -> float:
+        if depends_on_values:
+            return VALUES_MARGIN if self.checkpoints is None else CHECKPOINTS_MARGIN
+        return CUDA_MARGIN if device_of(self.planner.terms.card).caching else MARGIN

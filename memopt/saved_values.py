@@ -1,0 +1,178 @@
+"""Values of tensors, saved so that what a forward writes to them can be undone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from memopt.compat.host import HOST, is_on_host
+from memopt.compat.tensors import has_no_storage, is_wrapper, same_bits, set_values, special_kind, with_memory
+from memopt.device.devices import device_of
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NEVER = -1
+"""A version that no tensor has."""
+_COPIED_BYTES = 64 * 1024
+_written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""For each model, the names of the parameters that its forward was seen to write to."""
+
+
+def parts_of(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    """The tensors that hold a tensor's values and may be written to in place: none on "meta", and none in oneDNN's
+    layout."""
+    if tensor is None or is_wrapper(tensor):
+        return [] if tensor is None else [tensor]
+    with torch.no_grad():
+        return [part for part in with_memory([tensor]) if not (has_no_storage(part) or part.is_meta)]
+
+
+@dataclass(frozen=True)
+class SavedValues:
+    """Tensors with copies of their values, by which writes to them are undone. The tensors are held by weak reference:
+    a forward may replace a module's attribute, and the replaced tensor may be a view of a large one.
+
+    On the CPU the copies lie outside of torch's memory, so that they are no part of the step. On other devices they lie
+    on the device, where the account counts those of a `CallState` (`undo_bytes`).
+    """
+
+    tensors: tuple[tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None], ...]
+    """Each tensor with its version counter (`Tensor._version`) at that time, and a copy of its values or None."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> SavedValues:
+        """Tensors at their present versions; each is given with a copy of its values, or None for no copy. Tensors made
+        in inference mode, which have no version, are left out: outside of it nothing can write to them."""
+        versioned = ((tensor, kept) for tensor, kept in tensors if not tensor.is_inference())
+        return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in versioned]))
+
+    def with_written(self, tensors: Iterable[torch.Tensor]) -> SavedValues:
+        """These values, and further tensors without copies that always count as written to, since the forward is known
+        to write to them, perhaps by kernels that do not raise the version."""
+        return SavedValues((*self.tensors, *((weakref.ref(tensor), _NEVER, None) for tensor in tensors)))
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """The copies, by the `id` of their tensor, of those tensors that are still alive."""
+        return {id(tensor): kept for one, _, kept in self.tensors if kept is not None and (tensor := one()) is not None}
+
+    def alive(self) -> list[torch.Tensor]:
+        """The tensors that are still alive."""
+        return [tensor for one, *_ in self.tensors if (tensor := one()) is not None]
+
+    def written(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """The tensors that are still alive and whose version has changed since this object was made: their positions,
+        the tensors, and their copies or None."""
+        for number, (reference, version, kept) in enumerate(self.tensors):
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                yield number, tensor, kept
+
+    def can_be_undone(self) -> bool:
+        """Whether every tensor that was written to since this object was made has a copy."""
+        return all(kept is not None for *_, kept in self.written())
+
+    def undo(self) -> bool:
+        """Give tensors that were written to their old values again; returns False where one has no copy. Values are
+        compared too, since some kernels, such as that of batch normalisation, write without raising the version."""
+        for reference, version, kept in self.tensors:
+            if kept is None or (tensor := reference()) is None:
+                continue
+            if tensor._version != version or not same_bits(tensor, kept.to(tensor.device)):
+                set_values(tensor, kept)
+        return self.can_be_undone()
+
+
+def set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a tensor on its device, if it is small and plain, else None; on the CPU in numpy's memory."""
+    if not is_small(tensor):
+        return None
+    return apart(tensor) if is_on_host(tensor) else tensor.detach().clone()
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is so small, and plain, that it is copied before each forward."""
+    return not special_kind(tensor) and tensor.nbytes <= _COPIED_BYTES
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor in host memory; that of a tensor on the CPU is allocated by numpy, so that it does not count
+    as memory of the step."""
+    return _outside(tensor)()
+
+
+def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that returns a copy of the tensor's present values, as `apart` does. The copy becomes a tensor only
+    then: a meter would count a tensor."""
+    bits, dtype = _BITS.get(tensor.itemsize), tensor.dtype
+    if not (has_version(tensor) and is_on_host(tensor)) or bits is None or tensor.is_conj() or tensor.is_neg():
+        copy = on_host(tensor)
+        return lambda: copy
+    array = np.empty(tensor.shape, f"i{tensor.itemsize}")
+    # Not by `tensor.numpy()`, after which the tensor could no longer be resized.
+    torch.from_numpy(array).copy_(tensor.detach().view(bits))
+    return lambda: torch.from_numpy(array).view(dtype)
+
+
+@contextmanager
+def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
+    """A block after which those of `tensors` that were written to in it have their old values again; their positions in
+    `tensors` are added to `written`. Copies of all are held in host memory during the block. Of sparse and nested
+    tensors, the tensors inside are restored. Other tensor subclasses, and tensors on "meta" or made in inference mode,
+    are skipped."""
+    parts = ((number, part) for number, tensor in enumerate(tensors) for part in parts_of(tensor))
+    numbered = [(number, part) for number, part in parts if has_version(part)]
+    before = SavedValues.of((tensor, apart(tensor)) for _, tensor in numbered)
+    try:
+        yield
+    finally:
+        if written is not None:
+            written.update(numbered[place][0] for place, *_ in before.written())
+        before.undo()
+
+
+def written_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a forward of the model wrote to within `parameters_restored`, as that of a momentum encoder
+    does."""
+    names = _written.get(model, ())
+    return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
+
+
+@contextmanager
+def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[None]:
+    """A block after which parameters that the forward has written to have their old values again, unless `restore` is
+    False; `written_parameters` returns them from then on.
+
+    Copies are kept in host memory during the block: of all parameters, or, if that takes more than half of what is
+    free, of those that are not trained; of none if even these are too large.
+    """
+    named = {name: one for name, one in model.named_parameters() if has_version(one) and one.untyped_storage().nbytes()}
+    frozen = {name: one for name, one in named.items() if not one.requires_grad}
+    free = device_of(HOST).free_bytes(HOST)
+    fit = (some for some in (named, frozen) if free is None or sum(one.nbytes for one in some.values()) <= free // 2)
+    kept = {name: (one, _outside(one)) for name, one in next(fit, {}).items()}
+    try:
+        yield
+    finally:
+        for name, (parameter, before) in kept.items():
+            value = before().to(parameter.device)
+            if not same_bits(parameter, value):
+                if restore:
+                    set_values(parameter, value)
+                _written.setdefault(model, set()).add(name)
+
+
+def has_version(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one that has values and counts how often it is written to."""
+    if special_kind(tensor):
+        return False
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_inference())
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor in host memory."""
+    return tensor.detach().to(HOST, copy=True)
