@@ -116,8 +116,11 @@ class ModelTerms:
             free, held = device_of(HOST).free_bytes(HOST), host_memory(card.device_type).mapped_bytes
             left = 0 if free is None else int(free * (1 - _HOST_MARGIN))
             left = held + (left - left % GIB if left >= GIB else left)  # so that the next run finds its plan
-            if free is not None and (card.link.host_bytes or 0) > left:
+            most = card.link.host_bytes or 0
+            if free is not None and most > left:
                 room = left
+            elif most < held:
+                room = held
         return card if room is None else replace(card, host_bytes=room)
 
     @property

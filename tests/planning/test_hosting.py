@@ -76,12 +76,15 @@ def test_what_is_said_of_other_ways_has_the_parameters_on_the_device(
     assert len({account.parameters + step.problem.problem.home_bytes for step, account in seen}) == 1
 
 
-def test_memory_that_parameters_have_on_the_host_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "free"), [(1 << 40, 1000), (1000, 1 << 40)])
+def test_memory_that_parameters_have_on_the_host_is_room_for_them(
+    most: int, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def linked_with_room(device: torch.device) -> Hardware:
-        return replace(linked_cpu(device), memory_bytes=1 << 40)
+        return replace(linked_cpu(device), host_bytes=most)
 
     monkeypatch.setattr(model_terms, "hardware_of", linked_with_room)
-    monkeypatch.setattr(type(CPU), "free_bytes", lambda self, device: 1000)
+    monkeypatch.setattr(type(CPU), "free_bytes", lambda self, device: free)
     values = lend(torch.ones(25_000), HOST)
     room = ModelTerms(nn.Linear(2, 2), check_options(1.0)).card.link.host_bytes
     assert room is not None
