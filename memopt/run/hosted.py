@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from memopt.capture.inputs import Call, replaced_tensors
+from memopt.capture.inputs import Call, replaced_tensors, tensors_in
 from memopt.compat.host import HOST
 from memopt.compat.modules import apply_to_each, moves_as_modules_do
 from memopt.compat.operators import RunningBy, schema_of, tree_map
+from memopt.compat.tensors import is_sharded
 from memopt.planning.plan import Plan
 from passes.ops.offload_ops import bring, lend
 
@@ -104,9 +105,11 @@ def home_device(parameter: nn.Parameter) -> torch.device:
 
 
 def device_to_move_to(model: nn.Module, inputs: Iterable[Tensor]) -> torch.device | None:
-    """The device of the inputs of a call, where the model lies on the host as a whole and the inputs do not."""
-    if any(parameter.device.type != HOST.type or parameter in _homes for parameter in model.parameters()):
-        return None
+    """The device of the inputs of a call, where the model lies on the host as a whole and the inputs do not; None for a
+    model that is spread over ranks, as FSDP2 has a way of its own to keep parameters on the host."""
+    for parameter in model.parameters():
+        if parameter.device.type != HOST.type or is_sharded(parameter) or parameter in _homes:
+            return None
     return next((one.device for one in inputs if one.device.type not in (HOST.type, "meta")), None)
 
 
@@ -114,6 +117,7 @@ def move_to(model: nn.Module, device: torch.device) -> None:
     """Move a model that was built on the host to a device, as `model.to` does, but with its frozen parameters stored on
     the host. Those in modules with a way of their own to move, as of quantised layers, move as well."""
     stay: dict[int, nn.Parameter] = {}
+    _built_on_host[model] = True
     for module in model.modules():
         if moves_as_modules_do(module):
             own = [one for one in module._parameters.values() if type(one) is nn.Parameter]
@@ -124,7 +128,6 @@ def move_to(model: nn.Module, device: torch.device) -> None:
     for parameter in stay.values():
         _homes[parameter] = home = _Home.of(parameter, device)
         parameter.data = home.host
-    _built_on_host[model] = True
 
 
 def move_back(model: nn.Module) -> None:
@@ -143,6 +146,8 @@ def with_inputs_there(model: nn.Module, call: Call) -> Call:
     if not _homes or not (there := _lying(model)):
         return call
     device = there[0][1].shell.device
+    if all(tensor.device == device or tensor.dim() == 0 for tensor in tensors_in(call)):
+        return call
     return replaced_tensors(call, lambda tensor: tensor.to(device) if tensor.dim() > 0 else tensor)
 
 

@@ -692,9 +692,9 @@ def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> 
     frozen parameters stay on the host ("offload_parameters"). It moves back if the block fails."""
     call = ((), {}) if example_inputs is None else batch_call(example_inputs, options.loss_fn)
     device = _device_to_move_to(unwrapped(model), options, call)
-    if device is not None:
-        move_to(model, device)
     try:
+        if device is not None:
+            move_to(model, device)
         yield
     except BaseException:
         if device is not None:
