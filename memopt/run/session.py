@@ -688,8 +688,8 @@ class Session:
 
 @contextmanager
 def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> Iterator[None]:
-    """A block in which a model that was built on the host is on the device of the example inputs, if `allow` lets its
-    frozen parameters stay on the host ("offload_parameters"). It moves back if the block fails."""
+    """A context in which a model that was built on the host is on the device of the example inputs, if `allow` lets its
+    frozen parameters stay on the host ("offload_parameters"). It moves back if the code in it fails."""
     call = ((), {}) if example_inputs is None else batch_call(example_inputs, options.loss_fn)
     device = _device_to_move_to(unwrapped(model), options, call)
     try:
@@ -719,7 +719,7 @@ def session_of(model: nn.Module) -> Session | None:
 
 @contextmanager
 def _quiet(parts: Parts) -> Iterator[None]:
-    """A block without torch's warnings of the `.grad` of tensors that are no leaves, if `torch.func.functional_call`
+    """A context without torch's warnings of the `.grad` of tensors that are no leaves, if `torch.func.functional_call`
     has put such tensors in the place of parameters."""
     if all(one.is_leaf for one in parts.parameters):
         yield
