@@ -51,7 +51,7 @@ def draws_so_far() -> Any:
 
 @contextmanager
 def extreme_draws(*, highest: bool) -> Iterator[None]:
-    """A block in which Python's generator and numpy's draw their highest or lowest numbers, for some hundred draws;
+    """A context in which Python's generator and numpy's draw their highest or lowest numbers, for some hundred draws;
     after it they are as before it."""
     before = random.getstate(), np.random.get_state()
     version, words, _ = random.Random(0).getstate()

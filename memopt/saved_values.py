@@ -120,8 +120,8 @@ def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
-    """A block after which those of `tensors` that were written to in it have their old values again; their positions in
-    `tensors` are added to `written`. Copies of all are held in host memory during the block. Of sparse and nested
+    """A context after which those of `tensors` that were written to in it have their old values again; their positions
+    in `tensors` are added to `written`. Copies of all are held in host memory during the block. Of sparse and nested
     tensors, the tensors inside are restored. Other tensor subclasses, and tensors on "meta" or made in inference mode,
     are skipped."""
     parts = ((number, part) for number, tensor in enumerate(tensors) for part in parts_of(tensor))
@@ -144,7 +144,7 @@ def written_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[None]:
-    """A block after which parameters that the forward has written to have their old values again, unless `restore` is
+    """A context after which parameters that the forward has written to have their old values again, unless `restore` is
     False; `written_parameters` returns them from then on.
 
     Copies are kept in host memory during the block: of all parameters, or, if that takes more than half of what is

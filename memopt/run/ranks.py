@@ -185,8 +185,8 @@ class DataParallel:
         return hooks
 
     def together(self, terms: Callable[[], Mapping[str, str]], *, ahead: bool = False) -> AbstractContextManager[None]:
-        """A block for a forward that begins now, or with `ahead` for planning it earlier, that succeeds on all ranks or
-        fails on all. The first block raises `ValueError` on all ranks where their `terms` differ.
+        """A context for a forward that begins now, or with `ahead` for planning it earlier, that succeeds on all ranks
+        or fails on all. The first block raises `ValueError` on all ranks where their `terms` differ.
 
         Only forwards whose backward exchanges gradients are synchronous on all ranks; for others the block does
         nothing."""

@@ -214,7 +214,7 @@ class Session:
             return calls.plain(*args, **kwargs)
 
     def _together(self, calls: TrainingCalls, *, ahead: bool = False) -> AbstractContextManager[None]:
-        """A block around a forward, or around its planning (`ahead`), that fails on all ranks if it fails on one."""
+        """A context around a forward, or around its planning (`ahead`), that fails on all ranks if it fails on one."""
         terms = partial(terms_of, self.model, self.options, calls.loss_fn)
         return self.sharded.together(terms) if self.sharded.there else self.parallel.together(terms, ahead=ahead)
 
