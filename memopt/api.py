@@ -30,8 +30,8 @@ from memopt.planning.options import (
     positive_int,
 )
 from memopt.planning.plan import Plan
-from memopt.run.hosted import move_back
-from memopt.run.session import Session, moved_to_inputs, session_of
+from memopt.run.hosted import move_back, moved_to_inputs
+from memopt.run.session import Session, session_of
 from memopt.run.status import Status, unwatch
 
 Model = TypeVar("Model", bound=nn.Module)

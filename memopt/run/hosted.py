@@ -12,7 +12,7 @@ frozen parameters: until they are planned, all of them are stored on the host (`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from memopt.capture.inputs import Call, replaced_tensors, tensors_in
+from memopt.capture.inputs import Call, batch_call, replaced_tensors, tensors_in
+from memopt.compat.ddp import unwrapped
 from memopt.compat.host import HOST
 from memopt.compat.modules import apply_to_each, moves_as_modules_do
 from memopt.compat.operators import RunningBy, schema_of, tree_map
 from memopt.compat.tensors import is_sharded
+from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
+from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from passes.ops.offload_ops import bring, lend
 
@@ -104,13 +107,32 @@ def home_device(parameter: nn.Parameter) -> torch.device:
     return parameter.device if home is None else home.shell.device
 
 
-def device_to_move_to(model: nn.Module, inputs: Iterable[Tensor]) -> torch.device | None:
-    """The device of the inputs of a call, where the model lies on the host as a whole and the inputs do not; None for a
-    model that is spread over ranks, as FSDP2 has a way of its own to keep parameters on the host."""
+def device_to_move_to(model: nn.Module, options: Options, call: Call) -> torch.device | None:
+    """The device of the inputs of a call, where the model lies on the host as a whole, the inputs do not, and `allow`
+    lets frozen parameters stay on the host ("offload_parameters"). None for a model that is spread over ranks: FSDP2
+    has a way of its own to keep parameters on the host."""
+    if OFFLOAD_PARAMETERS not in options.levers:
+        return None
     for parameter in model.parameters():
         if parameter.device.type != HOST.type or is_sharded(parameter) or parameter in _homes:
             return None
-    return next((one.device for one in inputs if one.device.type not in (HOST.type, "meta")), None)
+    return next((one.device for one in tensors_in(call) if one.device.type not in (HOST.type, "meta")), None)
+
+
+@contextmanager
+def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> Iterator[None]:
+    """A context in which a model that was built on the host is on the device of the example inputs, where
+    `device_to_move_to` finds one. It moves back if the code in it fails."""
+    call = ((), {}) if example_inputs is None else batch_call(example_inputs, options.loss_fn)
+    device = device_to_move_to(unwrapped(model), options, call)
+    try:
+        if device is not None:
+            move_to(model, device)
+        yield
+    except BaseException:
+        if device is not None:
+            move_back(model)
+        raise
 
 
 def move_to(model: nn.Module, device: torch.device) -> None:

@@ -42,7 +42,6 @@ from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.garbage import rare_collections
 from memopt.levers import Lever
-from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.planning.job_key import terms_of
 from memopt.planning.largest import estimated_bytes
 from memopt.planning.options import Options
@@ -54,7 +53,6 @@ from memopt.run.checkpointed_calls import Choice
 from memopt.run.hosted import (
     bring_back,
     device_to_move_to,
-    move_back,
     move_to,
     on_device,
     place,
@@ -134,7 +132,7 @@ class Session:
 
     def _run(self, calls: TrainingCalls, call: Call) -> Any:
         """Run a call: as a training call where it is one; in eval mode, where that is refused, as the plain model."""
-        if self.status.state is State.NEW and (device := _device_to_move_to(self.model, self.options, call)):
+        if self.status.state is State.NEW and (device := device_to_move_to(self.model, self.options, call)):
             move_to(self.model, device)
             moved = Session(self.model, self.options)  # plans depend on the device
             self.give_back()
@@ -684,27 +682,6 @@ class Session:
     def in_use(self) -> Plan | None:
         """The plan by which the latest call ran; None if it ran plain. No plan is made for this."""
         return None if self.status.state is State.PLAIN else self.status.plan
-
-
-@contextmanager
-def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> Iterator[None]:
-    """A context in which a model that was built on the host is on the device of the example inputs, if `allow` lets its
-    frozen parameters stay on the host ("offload_parameters"). It moves back if the code in it fails."""
-    call = ((), {}) if example_inputs is None else batch_call(example_inputs, options.loss_fn)
-    device = _device_to_move_to(unwrapped(model), options, call)
-    try:
-        if device is not None:
-            move_to(model, device)
-        yield
-    except BaseException:
-        if device is not None:
-            move_back(model)
-        raise
-
-
-def _device_to_move_to(model: nn.Module, options: Options, call: Call) -> torch.device | None:
-    wanted = OFFLOAD_PARAMETERS in options.levers
-    return device_to_move_to(model, tensors_in(call)) if wanted else None
 
 
 def session_of(model: nn.Module) -> Session | None:

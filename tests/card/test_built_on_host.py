@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
 from memopt.errors import GIB
+from memopt.planning.options import check_options
 from memopt.run.hosted import device_to_move_to, move_to, on_device, with_inputs_there
 
 ALLOW = memopt.DEFAULT_LEVERS | {"offload_parameters"}
@@ -94,4 +95,4 @@ def test_of_a_model_on_the_host_frozen_parameters_stay_there() -> None:
         assert {parameter.device.type for parameter in model.parameters()} == {there.type}
     (moved,), _ = with_inputs_there(model, ((values,), {}))
     assert moved.device == there
-    assert device_to_move_to(model, [moved]) is None, "it has moved"
+    assert device_to_move_to(model, check_options(1.0, allow=ALLOW), ((moved,), {})) is None, "it has moved"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from memopt.planning.options import check_options
 from memopt.run.entry import Entry
 from memopt.run.hosted import _Home, _homes, device_to_move_to
 
@@ -20,5 +21,6 @@ def test_the_bytes_of_the_device_are_counted_where_the_first_parameter_is_on_the
 
 
 def test_a_model_moves_where_its_inputs_lie_on_another_device_than_the_host() -> None:
-    model = nn.Linear(2, 2)
-    assert device_to_move_to(model, [torch.empty(2), torch.empty(2, device="meta")]) is None
+    options = check_options(1.0, allow={"recompute", "offload_parameters"})
+    call = (torch.empty(2), torch.empty(2, device="meta")), {}
+    assert device_to_move_to(nn.Linear(2, 2), options, call) is None
