@@ -30,7 +30,7 @@ from memopt.planning.options import (
     positive_int,
 )
 from memopt.planning.plan import Plan
-from memopt.run.hosted import move_back, moved_to_inputs
+from memopt.run.hosted import moved_to_inputs
 from memopt.run.session import Session, session_of
 from memopt.run.status import Status, unwatch
 
@@ -134,7 +134,7 @@ def optimize(
                 session.plan(example_inputs)
     unwatch(model)
     if earlier is not None:
-        earlier.give_back()
+        earlier.leave()
     session.take_over()
     return model
 
@@ -324,7 +324,6 @@ def remove(model: Model) -> Model:
     session = session_of(model)
     if session is not None:
         session.give_back()
-        move_back(model)
     return model
 
 

@@ -123,8 +123,8 @@ def device_to_move_to(model: nn.Module, options: Options, call: Call) -> torch.d
 def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> Iterator[None]:
     """A context in which a model that was built on the host is on the device of the example inputs, where
     `device_to_move_to` finds one. It moves back if the code in it fails."""
-    call = ((), {}) if example_inputs is None else batch_call(example_inputs, options.loss_fn)
-    device = device_to_move_to(unwrapped(model), options, call)
+    model, call = unwrapped(model), ((), {}) if example_inputs is None else batch_call(example_inputs, options.loss_fn)
+    device = device_to_move_to(model, options, call)
     try:
         if device is not None:
             move_to(model, device)

@@ -53,6 +53,7 @@ from memopt.run.checkpointed_calls import Choice
 from memopt.run.hosted import (
     bring_back,
     device_to_move_to,
+    move_back,
     move_to,
     on_device,
     place,
@@ -135,7 +136,7 @@ class Session:
         if self.status.state is State.NEW and (device := device_to_move_to(self.model, self.options, call)):
             move_to(self.model, device)
             moved = Session(self.model, self.options)  # plans depend on the device
-            self.give_back()
+            self.leave()
             moved.take_over()
             return moved._run(moved.kinds[self.kinds.index(calls)], call)
         call = with_inputs_there(self.model, call)
@@ -637,7 +638,12 @@ class Session:
         self.watch.begin()
 
     def give_back(self) -> None:
-        """Restore the model's own call."""
+        """Restore the model's own call, and move the model to where it was built."""
+        self.leave()
+        move_back(self.model)
+
+    def leave(self) -> None:
+        """Restore the model's own call; parameters stay where they are."""
         self.share.leave()
         self.watch.end()
         self.resharding.restore()
