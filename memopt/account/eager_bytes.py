@@ -166,6 +166,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
             if not self._stand_ins:
                 raise ValueIsRead
+            # A fake has no value: a number of its dtype.
             return 0.5 if given[0].dtype.is_floating_point else given[0].dtype == torch.bool or 1
         alone = func.namespace != "c10d"  # a collective on real values would wait for other ranks
         if given and alone and all(map(_is_real_number, given)) and not _names_other_device((*args, *kwargs.values())):

@@ -20,7 +20,7 @@ def test_the_bytes_of_the_device_are_counted_where_the_first_parameter_is_on_the
     del _homes[model.weight]
 
 
-def test_a_model_moves_where_its_inputs_lie_on_another_device_than_the_host() -> None:
+def test_inputs_on_the_host_or_without_values_move_no_model() -> None:
     options = check_options(1.0, allow={"recompute", "offload_parameters"})
     call = (torch.empty(2), torch.empty(2, device="meta")), {}
     assert device_to_move_to(nn.Linear(2, 2), options, call) is None
