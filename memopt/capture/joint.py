@@ -27,6 +27,7 @@ from passes import (
     find_reuses,
     format_graph,
 )
+from passes.graphs.edit import place_calls
 from passes.graphs.node_facts import backward_nodes, graph_results, is_tangent
 
 
@@ -271,8 +272,9 @@ def _is_gradient(result: object) -> bool:
 
 
 def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
-    """The canonical form of a graph as torch traced it. Raises `CaptureError` where a node lacks metadata that planning
-    needs."""
+    """The canonical form of a graph as torch traced it, each call with its module and line. Raises `CaptureError` where
+    a node lacks metadata that planning needs."""
+    place_calls(traced.graph)
     try:
         return CANONICAL(traced)
     except PassError as error:

@@ -155,7 +155,8 @@ class LockCheck:
     def culprits(self) -> tuple[Culprit, ...]:
         """The lines of code that make the step hold more, in the order of the step: lines that allocate more bytes than
         before, or are no longer under activation checkpoints. If there are none, those of which more bytes are alive
-        at the peak that is first in `grown`, or, if "added" is first, that are recomputed for longer."""
+        at the peak that is first in `grown`, or, if "added" is first, that are recomputed for longer; if there are none
+        of these either, those that compute more within kernels."""
         return tuple(_culprits(self.locked.rows, self.now.rows, self.grown[0])) if self.grown else ()
 
     def __str__(self) -> str:
@@ -185,7 +186,9 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
     made, fused = (
         {key: change[name] for key, change in more.items() if change[name] > 0} for name in ("made", "fused")
     )
-    if grown == "plain" and sum(made.values()) < TOLERANCE * sum(fused.values()):
+    lines_at_peak = any(more[module, row.operator][grown] > 0 for row in new if row.source for module in row.modules)
+    within = not (grown == "plain" or made or free or lines_at_peak)  # gaps between blocks grew, and no line's memory
+    if within or (grown == "plain" and sum(made.values()) < TOLERANCE * sum(fused.values())):
         made = fused
     causes = {**made, **free}
     weights = dict(causes) or {key: change[grown] for key, change in more.items() if change[grown] > 0}
@@ -201,7 +204,7 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
         total = sum(weight for *_, weight in found)
         module, row, _ = found[0]
         if total >= _NOTABLE * largest or row.operator == "inputs":  # larger inputs are the cause, however small
-            how = "more" if causes else "more at the peak"
+            how = ("more within kernels" if within else "more") if causes else "more at the peak"
             how = "no longer checkpointed" if (module, row.operator) in free else how
             text = duration(total) if grown == "added" and not causes else size(round(total))
             modules, operators = ({one[0]: None for one in found}, {one[1].operator: None for one in found})

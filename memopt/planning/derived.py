@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from memopt.account.account import Account
 from memopt.account.breakdown import ANY_LINK, breakdown
 from memopt.errors import BudgetError
-from memopt.planning.figures import plain_step, recounted, rows_to
+from memopt.planning.figures import plain_beside, plain_step, recounted, rows_to
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
@@ -348,7 +348,7 @@ def _under(plan: Plan, account: Account) -> Plan:
     """The plan with the figures of a step with another account."""
     step = plan.solved[0].under(account)
     shown = replace(plan, source=StepOfPlan(lambda: step))
-    return recounted(shown, account, plain=plain_step(step.plain, account))
+    return recounted(shown, account, plain=plain_beside(step, plan.solved[1], account))
 
 
 def _in_place_of(plan: Plan, found: Plan) -> Plan:

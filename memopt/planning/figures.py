@@ -37,6 +37,14 @@ def plain_step(joined: Joined, account: Account) -> Breakdown:
     return breakdown(joined.problem, save_all, on_card(joined, save_all, account))
 
 
+def plain_beside(step: PricedStep, schedule: Schedule, account: Account) -> Breakdown:
+    """As `plain_step`, for a plan that shows it beside its own figures. Where the plan's `schedule` recomputes nothing
+    either, the allocator's overhead is the plan's own, not that of the least memory with which the step completes."""
+    save_all = Schedule.save_all(step.plain.problem)
+    same = step.plain is step.seen and schedule == save_all
+    return breakdown(step.plain.problem, save_all, account) if same else plain_step(step.plain, account)
+
+
 def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
     """The receipt's row of `lever`: the peak and the seconds, with nothing recomputed, of `joined`, the step as that
     lever has rewritten it."""
@@ -128,7 +136,7 @@ def plan_by(
         hardware=step.settings.hardware.name,
         budget_bytes=budget_bytes,
         account=account,
-        plain=plain_step(step.plain, account),
+        plain=plain_beside(step, solution.schedule, account),
         planned=breakdown(step.seen.problem, solution.schedule, account),
         ceiling_bytes=breakdown(joined.problem, solution.schedule, account).peak_bytes,
         step_seconds=joined.problem.seconds,

@@ -123,10 +123,20 @@ def _retyped(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-_ORIGIN = (
-    "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "autograd_backward", "custom",
-)  # fmt: skip
+_PLACE = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace")
+"""The entries of `Node.meta` on the module and the line of code that a call comes from."""
+
+_ORIGIN = (*_PLACE, "partitioner_tag", "autograd_backward", "custom")
 """The entries of `Node.meta` on where a call comes from: module, line of code, forward or backward, annotations."""
+
+
+def place_calls(graph: Graph) -> None:
+    """Gives each call without module and line of code those of the first call that reads it: torch's own patterns make
+    calls without them."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node.users and not any(key in node.meta for key in _PLACE):
+            reader = next(iter(node.users))
+            node.meta.update({key: reader.meta[key] for key in _PLACE if key in reader.meta})
 
 
 def new_call(like: Node, target: Any, *args: Any, node_name: str = "", **kwargs: Any) -> Node:

@@ -181,9 +181,25 @@ def test_what_kernels_compute_counts_for_the_plain_step_and_fewer_calls_are_no_d
     assert (culprit.source, culprit.grown) == ("train.py:41", "512 MB more")
     (culprit,) = LockCheck(old, replace(new, plain=2**30, planned=2**31)).culprits
     assert culprit.grown == "1 kB more"
+    gaps = LockedRow(("",), "fragmentation", smallest=2**25)  # a mask that is fused away moves blocks
+    (culprit,) = LockCheck(old, replace(old, smallest=2**31, rows=(casts, gaps, replace(line, made=0)))).culprits
+    assert (culprit.source, culprit.grown) == ("train.py:41", "512 MB more within kernels")
     dropped = replace(casts, checkpointed=0)
     (culprit,) = LockCheck(old, replace(old, plain=2**31, rows=(dropped,))).culprits
     assert culprit.grown == "64 MB no longer checkpointed"
+
+
+@pytest.mark.slow
+def test_rows_of_calls_that_torchs_patterns_make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through inductor, its pattern matcher replaces the softmax of the attention."""
+    monkeypatch.chdir(folder)
+    (folder / "train.py").write_text(TRAIN)
+    linecache.checkcache()
+    assert main(["lock", "train.py:make", "--device", "rtx-4090", "--out", "card.lock"]) == 0
+    rows = load(folder / "card.lock", _LockFile, "lock", "").memory.rows
+    largest = {row.source: row.modules for row in rows if row.operator == "amax" and row.calls}
+    assert ("h.0.attention", "h.1.attention") in largest.values()
+    assert "" not in largest
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from passes import erase_unread, format_graph, new_call, replace_node
-from passes.graphs.edit import LazyCode, on_stored_values, refresh
+from passes.graphs.edit import LazyCode, on_stored_values, place_calls, refresh
 from tests.passes.capture import Sketch, aten, rows_above_zero
 
 
@@ -24,6 +24,23 @@ def test_a_new_call_comes_from_where_the_other_does() -> None:
     assert wide.name == "wide"
     assert wide.meta["val"].dtype == torch.float64
     assert {key: value for key, value in wide.meta.items() if key != "val"} == entries
+
+
+def test_calls_without_module_and_line_take_those_of_their_reader() -> None:
+    """As the calls that torch's pattern matcher makes; tests/checks/test_lock.py has a step of a model."""
+    sketch = Sketch()
+    x = sketch.input("x", 4)
+    first = sketch.call(aten.abs.default, x)
+    second, third = sketch.call(aten.neg.default, first), sketch.call(aten.relu.default, first)
+    graph = sketch.returns(second, third).graph
+    nodes = {node.name: node for node in graph.nodes}
+    nodes["neg"].meta["stack_trace"] = "line 3"
+    nodes["relu"].meta["nn_module_stack"] = {"h.1": ("h.1", torch.nn.ReLU)}
+    nodes["abs_1"].meta["partitioner_tag"] = "is_forward"
+    place_calls(graph)
+    assert nodes["abs_1"].meta["stack_trace"] == "line 3"
+    assert nodes["abs_1"].meta["partitioner_tag"] == "is_forward"
+    assert "stack_trace" not in nodes["relu"].meta
 
 
 def test_pure_calls_that_nothing_reads_go_with_what_only_they_have_read() -> None:
