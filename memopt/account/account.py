@@ -79,7 +79,7 @@ class Account:
     trained: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each parameter that gets a gradient, in the order in which the optimizer steps them."""
     optimizer_guess: str = field(default="", repr=False)
-    """Why the optimizer's rows are an upper guess; empty where they are counted."""
+    """Why the optimizer's rows are a high estimate; empty where they are counted."""
     state_blocks: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each tensor of `optimizer_state` on a GPU, in the order in which the optimizer makes them."""
     card_state: CardState | None = field(default=None, repr=False)

@@ -52,7 +52,7 @@ class OptimizerAccount:
     state_blocks: tuple[int, ...] = ()
     """The bytes of each tensor of the state on a GPU, in the order in which the first step makes them."""
     guess: str = ""
-    """Why the bytes are an upper guess, where no step could be tried; empty where they are counted."""
+    """Why the bytes are a high estimate, where no step could be tried; empty where they are counted."""
 
 
 def optimizer_account(
@@ -64,10 +64,10 @@ def optimizer_account(
     """Find the bytes that an optimizer holds by running three of its steps on fake tensors.
 
     Any optimizer written with torch's operators can be counted. Whether it loops over the parameters or takes all at
-    once (foreach, fused) is torch's choice for the device. Where a step cannot be tried, the bytes are guessed from
-    above, and the field `guess` says why: state as large per element as an instance that has stepped holds already,
-    else two fp32 copies, as Adam has; temporaries as large as one fp32 copy of all parameters, and at least four copies
-    of the largest.
+    once (foreach, fused) is torch's choice for the device. Where a step cannot be tried, the bytes are a high estimate,
+    and the field `guess` says why: state as large per element as an instance that has stepped holds already, else two
+    fp32 copies, as Adam has; temporaries as large as one fp32 copy of all parameters, and at least four copies of the
+    largest.
 
     Args:
         optimizer: a class (its defaults), an instance (with its groups, options and state; it is not changed), a
@@ -116,7 +116,7 @@ def _account_of(
             return _tried(optimizer, trained, device_type, home, idle)
         except _TrialError as error:
             name, why = error.args
-    # The upper guess for an optimizer whose steps cannot be tried, as `optimizer_account` says.
+    # The high estimate for an optimizer whose steps cannot be tried, as `optimizer_account` says.
     state = dict(optimizer.state) if isinstance(optimizer, Optimizer) else {}
     groups = [group["params"] for group in (optimizer.param_groups if isinstance(optimizer, Optimizer) else ())]
     used = [one for group in groups if any(one in state for one in group) for one in group]
@@ -130,8 +130,9 @@ def _account_of(
         temporaries + SCALARS,
         f"{name} (guessed)",
         guess=(
-            f"memopt could not try a step of {name} without values ({why}), so its memory is an upper guess; if you "
-            "know it, give optimizer=None and a budget smaller by that much"
+            f"memopt could not run a step of {name} on tensors without memory ({why}), and estimates the memory that "
+            "the optimizer takes, rather too much than too little; if you know how much it is, give optimizer=None and "
+            "a budget smaller by that much"
         ),
     )
 

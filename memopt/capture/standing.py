@@ -74,8 +74,8 @@ class Standing:
 def standing_blocks(
     joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[BlockRun, ...]
 ) -> Standing | None:
-    """The standing blocks of a joint graph that was traced without the missing blocks of `runs`; None where the
-    standing blocks do not prove that the missing ones are equal to them."""
+    """Find the standing blocks, which were traced, in a joint graph that was traced without the missing blocks in the
+    middle of each of `runs`. None where the standing blocks do not prove that the missing ones are equal to them."""
     nodes = joint.graph.find_nodes(op="placeholder")
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")

@@ -212,7 +212,7 @@ def _rounds_alike(p: float, dtype: torch.dtype) -> tuple[bool, bool]:
 _CHOOSING = "masking_utils", "utils.import_utils", "utils.output_capturing"
 """The modules of transformers whose functions decide otherwise where Dynamo traces them."""
 _SAME_VALUES = {"expand", "to", "long", "bool", "contiguous"}
-_IDLE = ContextVar[torch.Tensor | None]("an attention mask that masks nothing, or positions of one sequence a row")
+_IDLE = ContextVar[torch.Tensor | None]("a mask that masks nothing, or position ids of one sequence in each row")
 
 
 @contextmanager
@@ -256,8 +256,8 @@ def _run_frames_eagerly(module: ModuleType) -> None:
 
 
 def _idle_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The attention mask among a call's arguments if it masks nothing; without a mask, its positions if they are those
-    of one sequence in each row. Eager mode makes no mask of either. None for all other calls."""
+    """The attention mask among a call's arguments if it masks nothing; without a mask, its position ids if each row of
+    them is one sequence. Eager mode makes no mask of either. None for all other calls."""
     for named in (kwargs, *(value for value in args if isinstance(value, Mapping))):
         mask, positions = named.get("attention_mask"), named.get("position_ids")
         if _has_values(mask):

@@ -80,8 +80,8 @@ def _broadcasting(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @cache
 def know_resizing_gradients() -> None:
-    """Register rules for the results of resizing operators' backwards with symbolic sizes; torch has them for fixed
-    sizes only, or in two dimensions only."""
+    """Register rules for the results, on fake tensors with symbolic sizes, of the backwards of the `upsample_*`
+    operators for which torch has rules for fixed sizes only."""
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     linear, nearest = "linear1d bilinear2d trilinear3d bicubic2d", "nearest1d nearest3d"

@@ -1,6 +1,6 @@
-"""The CPU: its memory is the host's, and its kernels are run to be measured, or estimated by upper bounds.
+"""The CPU as a device: its memory is the host's. The bytes that a kernel allocates are measured or found by rules.
 
-The rules for their workspaces give bytes, and are tested against measurements.
+The rules return upper bounds in bytes, which tests compare with measurements.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class _ChunkLosses:
 
     def _note(self, loss: FoundLoss) -> str:
         logits = "logits" if loss.logits_bytes is None else f"{size(loss.logits_bytes)} of logits"
-        later = ", its weight's gradient in the backward" if self.weight_in_backward else ""
+        later = ", with its weight's gradient computed in the backward" if self.weight_in_backward else ""
         return f"{LABEL}: {loss.name} without its {logits}{later}; equal but for rounding"
 
 

@@ -1,4 +1,4 @@
-"""The lever that runs operators which compute each row by itself on a part of the rows at a time."""
+"""The lever that runs operators on one part of the rows at a time, where no row depends on another."""
 
 from __future__ import annotations
 

@@ -275,8 +275,8 @@ def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
 
 
 def nothing_recomputed(priced: Priced, returned: int = 0) -> int:
-    """The peak in bytes of a step that recomputes nothing while the caller still holds, from the step before, its
-    outputs (`returned` bytes) or gradients as large as those the backward begins with, whichever is more."""
+    """The peak in bytes of a step with nothing recomputed. During its forward, the caller is assumed to hold what the
+    step before has left: its outputs (`returned` bytes) or the gradients of its outputs, whichever are larger."""
     plain = priced.step.plain
     schedule = Schedule.save_all(plain.problem)
     until_backward = _peak_within(plain.problem, schedule, forward_evaluations(plain.problem, schedule))

@@ -1,4 +1,4 @@
-"""The figures of a plan and of a whole curve, which follow from solutions of a step's problem."""
+"""Makes plans and frontiers from solutions of a step's problem, with the numbers that follow from these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole curve of a step, peak against added time; and how plans and curves are shown and saved."""
+"""The frontier of a step, the curve of peak against added time; and how plans and frontiers are shown and saved."""
 
 from __future__ import annotations
 

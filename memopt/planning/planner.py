@@ -243,7 +243,8 @@ def progress_line(progress: Progress, step_seconds: float, limit_seconds: float)
         seconds / step_seconds if step_seconds else 0.0
         for seconds in (progress.added_seconds, progress.lower_bound_seconds)
     )
-    return f"added time {added:.2%}, at least {bound:.2%}, after {progress.seconds:.0f} of {limit_seconds:.0f} s"
+    used = f"{progress.seconds:.0f} of {limit_seconds:.0f} s"
+    return f"added time {added:.2%}, no plan adds less than {bound:.2%}; {used}"
 
 
 def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> int:

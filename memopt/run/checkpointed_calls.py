@@ -65,8 +65,9 @@ class CheckpointedCalls:
         return found
 
     def beyond(self, now: CallInProgress, plain: PlainCalls) -> Choice | None:
-        """For a refused call whose step may exceed its budget (`Ledger.goes_on`): the choice of checkpoints that holds
-        least, or `plain`, by which it runs; else None."""
+        """How to run a refused call that may exceed its budget (`Ledger.goes_on`): with the choice of checkpoints that
+        holds least, or by `plain` where none can be counted. None for other calls, or where that cannot be counted
+        either."""
         every = plain, *self._calls
         if Ledger.of(self.entry).goes_on(self.entry):
             for calls in reversed(every):

@@ -112,7 +112,7 @@ class ControlPaths:
     def smaller(self) -> Iterator[CapturedCall]:
         """Yields captured calls to plan for, from the one that serves most forwards to the smallest: the first path
         (`calls[0]`); and, if a capture was merged into it, the same path without a margin above the sizes seen, then
-        the latest capture alone. Once a path without a margin was asked for, paths merged later get none either."""
+        the latest capture alone. Once it has yielded a path without a margin, `add` makes later ones without it too."""
         first = self.calls[0]
         yield first
         if first in self._joins:

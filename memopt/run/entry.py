@@ -259,7 +259,7 @@ class Entry:
 
     @property
     def optimizer(self) -> Any:
-        """As `Options.optimizer`."""
+        """The optimizer that plans count, as `Options.optimizer` returns it."""
         return self.given_optimizer.now
 
     @property

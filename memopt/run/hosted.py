@@ -153,7 +153,8 @@ def move_to(model: nn.Module, device: torch.device) -> None:
 
 
 def move_back(model: nn.Module) -> None:
-    """Move a model to where it was built: to the host if `move_to` moved it, else to its device."""
+    """Undo `move_to`: move the model to the host, where it was built. Of a model that was built on a device, move the
+    parameters that a plan has put on the host back to that device."""
     if _built_on_host.pop(model, False):
         for parameter, _ in _lying(model):
             del _homes[parameter]

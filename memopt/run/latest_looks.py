@@ -1,4 +1,4 @@
-"""What the latest searches of a device found outside of a model's steps."""
+"""What memopt found when it last searched a device for tensors that do not belong to a model's steps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class LatestLooks:
 
     @property
     def level(self) -> int:
-        """The bytes that were allocated at the latest search, less those that memopt accounts for
-        (`Moment.known_bytes`)."""
+        """The bytes that were allocated when the device was last searched for tensors outside of the step, less those
+        that memopt accounts for (`Moment.known_bytes`)."""
         return self.levels[-1][0]
 
     @property

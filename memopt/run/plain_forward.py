@@ -56,7 +56,8 @@ class PlainForward(WaitingPlain):
         gradients_asked(self)
 
     def free_saved(self) -> int:
-        """As `PendingForward.free_saved`."""
+        """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes
+        freed; 0 where it cannot be run again."""
         if (second_run := self.second_run) is None:
             return 0
         self.second_run, kept = None, {one.address for one in self.outputs}

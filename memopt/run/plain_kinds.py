@@ -1,4 +1,4 @@
-"""The kinds of calls that are counted, which differ in more than sizes; and the counts of each kind, by sizes."""
+"""The kinds of calls whose plain steps have their bytes counted. Calls of one kind differ in sizes only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROWTHS = (2.0, 1.25)
 """Sizes above all counted ones are counted at one of these multiples, so that growing lengths are not counted one by
 one: the first with which the step is likely to fit."""
 _MOST_COUNTS = 12
-"""The number of counts kept of one kind of call; beyond it, sizes that no count covers are planned."""
+"""The number of sizes that are counted of one kind of call; beyond it, sizes that no count covers are planned."""
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _LEAVES = (torch.Tensor, *_PLAIN)
 Sizes: TypeAlias = tuple[int, ...]
@@ -27,12 +27,12 @@ Sizes: TypeAlias = tuple[int, ...]
 
 @dataclass
 class Kind:
-    """The counts of calls that differ in their sizes only."""
+    """The counted bytes of the plain steps of one kind of call: calls that differ in their sizes only."""
 
     fitting: list[tuple[Sizes, CountedStep]] = field(default_factory=list)
     too_large: list[Sizes] = field(default_factory=list)
     beside: int = 0
-    """The most bytes outside of the step when one of these was counted on values; 0 where none was."""
+    """The most bytes outside of the step while such a call was run on values to be counted; 0 where none was."""
 
     def a_plan_will_do(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
         """Whether sizes that no count covers are planned rather than counted: because there are enough counts, or

@@ -65,7 +65,8 @@ def _no_limit() -> float:
 
 
 class OtherPathTaken(CaptureError):
-    """Raised where a forward runs other regions or sizes than planned, though it began again from the same state."""
+    """Raised where a forward runs regions or sizes that are not in its plan. Where it can be undone, it then begins
+    again along another path, a few times at most."""
 
 
 class HoldsMore(OtherPathTaken):

@@ -129,8 +129,8 @@ def _shapes(name: str, value: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 class UnplannedWatch(WatchingHook):
     """Warns once if a gradient reaches a model's parameters although no planned call has begun since `begin()`.
 
-    Other uses of a forward get no gradients, and a forward that is not called through the module leaves no other trace.
-    The hooks are removed as soon as a planned call begins."""
+    A forward that is not called through the module (`model.forward(…)`) can be noticed only by its gradients; forwards
+    for evaluation or generation have none. The hooks are removed as soon as a planned call begins."""
 
     def __init__(self, model: nn.Module, call: object) -> None:
         self._model, self._call = weakref.ref(model), weakref.ref(call)

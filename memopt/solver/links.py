@@ -128,7 +128,7 @@ def _fill(arrays: Arrays, evaluations: Ints, latest: Ints, links: Links) -> None
 
 @native_part
 def death(links: Links, v: int) -> int:
-    """The last position at which version `v` is live."""
+    """The last position in the schedule at which version `v`, one of those in `links`, is live."""
     if links.forever[v]:
         return links.alive.size - 1
     return links.maker[v] if links.tail[v] == NONE else links.position[links.tail[v]]

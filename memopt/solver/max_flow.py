@@ -75,9 +75,9 @@ class FlowNetwork:
     def cut(self, costs: Floats, source: int, sink: int) -> tuple[Flags, float]:
         """The nodes on the source's side of the cheapest cut, and a lower bound on its cost.
 
-        `costs` has 0 or more for each arc; infinite forbids cutting it. The bound is infinite if every cut is
-        forbidden. Else only rounding the costs down makes it less than the cost: by at most 2^-46 of their finite sum
-        for each arc, with fewer than 2^15 infinite ones.
+        `costs` has a number of 0 or more for each arc; an infinite one forbids cutting that arc. The bound is infinite
+        if every cut is forbidden. Otherwise it is less than the cost only since costs are rounded down: for each arc
+        that is cut by at most 2^-46 of the sum of all finite costs, if fewer than 2^15 costs are infinite.
         """
         forbidden = np.isinf(costs)
         finite = np.where(forbidden, 0.0, costs)
@@ -269,7 +269,7 @@ def cheapest_within(problem: LabelProblem, most_toll: float) -> _Labels:
     vertices of the hull cost the same (Eisner and Severance, 1976), and ends after a finite number of cuts at the edge
     of the hull that crosses the limit. Raises `ValueError` if every labelling is forbidden.
     """
-    assert most_toll >= 0, f"a limit of {most_toll}: no tolls are negative"
+    assert most_toll >= 0, f"most_toll limits a sum of tolls, none of which is negative; it is {most_toll}"
     network = _LabelNetwork(problem)
     cheap = network.cut(0.0)
     if cheap.toll <= most_toll:

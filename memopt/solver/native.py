@@ -29,7 +29,7 @@ KERNEL_MODULES = (
 
 
 def kernel_sources() -> list[Path]:
-    """The source files of the modules that contain kernels."""
+    """The source files of `KERNEL_MODULES`: those with the inner loops that are compiled."""
     return [Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py") for module in KERNEL_MODULES]
 
 

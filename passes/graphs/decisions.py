@@ -1,12 +1,14 @@
-"""The values of a joint graph that decide: indices, masks and roundings of computed floating-point numbers.
+"""The decisions in a joint graph: indices, masks and roundings that are computed from floating-point numbers.
 
-Forward and recomputation may be compiled into other kernels, which round otherwise: in 16 bits a value that stays
+Forward and recomputation may be compiled into different kernels, which round differently: in 16 bits a value that stays
 within a kernel keeps the bits of fp32, and one that is read from memory has lost them. Nearly every operator returns
-nearly the same result then. One that decides may return another one: another expert, another code, a mask with a hole.
-A step that computes it twice differentiates a function that the forward did not compute.
+nearly the same result then. One that decides may return a quite different one: the index of another expert or of
+another entry of a codebook, or a mask with other elements. A step that computes it twice may differentiate a function
+that the forward did not compute.
 
-In the backward, thresholds of continuous functions (the gradient of relu) may fall on either side. But a value is equal
-to its own maximum only if both have the bits of the forward, where the maximum was taken.
+In the backward, a comparison at which the derivative of a continuous function jumps (that of relu at zero) may have
+either result. But the gradient of `amax` goes to the elements that equal the maximum: it finds none of them if the
+backward computes them again with bits other than those from which the forward took the maximum.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_the_best_effort_reports_its_progress() -> None:
     lines: list[str] = []
     best = solve(both, Request(ACCOUNT, budget, Effort("best", 0.3), lines.append))
     assert lines
-    assert all(re.fullmatch(r"added time [\d.]+%, at least [\d.]+%, after \d+ of 0 s", line) for line in lines)
+    assert all(re.fullmatch(r"added time [\d.]+%, no plan adds less than [\d.]+%; \d+ of 0 s", line) for line in lines)
     lines.clear()
     found = solve(joined(captured(region(8))), Request(ACCOUNT, budget, tell=lines.append))
     assert found.added_seconds >= best.added_seconds
@@ -125,7 +125,7 @@ def test_the_best_effort_reports_its_progress() -> None:
 
 def test_progress_line() -> None:
     line = progress_line(Progress(12.4, 0.0251, 0.02), step_seconds=0.1, limit_seconds=60.0)
-    assert line == "added time 25.10%, at least 20.00%, after 12 of 60 s"
+    assert line == "added time 25.10%, no plan adds less than 20.00%; 12 of 60 s"
     assert progress_line(Progress(1.0, 0.0, 0.0), 0.0, 60.0).startswith("added time 0.00%")
 
 
