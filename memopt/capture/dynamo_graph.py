@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memopt.compat.fakes import unknown_numbers
 from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.host import is_on_host
-from memopt.compat.operators import is_nested_region, requiring_grad
-from memopt.compat.symbols import fixed_float
+from memopt.compat.operators import is_nested_region, requiring_grad, tree_leaves
+from memopt.compat.symbols import fix_float, fixed_float, guard_errors, has_unknown_float
 from memopt.compat.tensors import has_no_storage, is_sharded, storage_key, with_memory
 from memopt.errors import CaptureError
 from passes.graphs.node_facts import graph_results
@@ -125,15 +126,31 @@ def _adopted(graph_module: fx.GraphModule, region: fx.GraphModule, name: str) ->
     return free
 
 
-def inline_guarded_numbers(graph_module: fx.GraphModule) -> None:
-    """Replace each `item()` of a number input by the number, where Dynamo has a guard on its value.
+def settle_numbers(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Replace numbers that changed since the model was recorded, and have become inputs, by their values, where Dynamo
+    has a guard on the value, or the operators of the graph need it: then a guard is added. To be called inside a Dynamo
+    backend.
 
-    Edits the graph. The tracer that runs after it does not know the value, and would fail at a comparison with it."""
+    Edits the graph. The tracer that runs after it does not know the values, and would fail at a comparison with one."""
+    if _inline_guarded(graph_module) and _needs_numbers(graph_module, inputs):
+        for number in _inline_guarded(graph_module):
+            fix_float(number)
+        _inline_guarded(graph_module)
+
+
+def _inline_guarded(graph_module: fx.GraphModule) -> list[torch.SymFloat]:
+    """Replace each `item()` of a number input, and each product or the like of it, on whose value Dynamo has a guard.
+    Returns the numbers that remain inputs."""
+    left: list[torch.SymFloat] = []
     for inner in graphs_within(graph_module):
         changed = False
-        for node in inner.graph.find_nodes(op="call_method", target="item"):
-            number = fixed_float(node.meta.get("example_value"))
-            if number is None or node.args[0].op != "placeholder":
+        for node in reversed(inner.graph.nodes):
+            value = node.meta.get("example_value")
+            is_input = node.target == "item" and node.args[0].op == "placeholder"
+            if not (isinstance(value, torch.SymFloat) and (is_input or node.op == "call_function")):
+                continue
+            if (number := fixed_float(value)) is None:
+                left += [value] * is_input
                 continue
             for user in list(node.users):
                 user.args = fx.map_arg(user.args, partial(_replaced, node, number))
@@ -142,6 +159,36 @@ def inline_guarded_numbers(graph_module: fx.GraphModule) -> None:
             changed = True
         if changed:
             inner.recompile()
+    return left
+
+
+def _needs_numbers(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether operators of a region, or of its backward, compare a number among its inputs, or make sizes of it; found
+    by a run on fake tensors."""
+    try:
+        with unknown_numbers(inputs) as fakes, torch.enable_grad():
+            run = _WatchingSizes(graph_module)
+            results = tree_leaves(run.run(*fakes))
+            roots = [one.sum() for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
+            leaves = [one for one in fakes if isinstance(one, torch.Tensor) and one.requires_grad]
+            if roots and leaves:
+                torch.autograd.grad(roots, leaves, allow_unused=True)
+    except guard_errors():
+        return True
+    except Exception:  # the trace that follows raises it
+        return False
+    return run.sized
+
+
+class _WatchingSizes(fx.Interpreter):
+    """Runs a region and sets `sized` where the shape of a result depends on a number among the inputs."""
+
+    sized = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        self.sized |= any(map(has_unknown_float, tree_leaves(result)))
+        return result
 
 
 def _replaced(node: fx.Node, number: float, used: fx.Node) -> fx.Node | float:

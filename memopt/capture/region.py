@@ -15,10 +15,10 @@ from memopt.capture.author_modes import CallerModes, Untraceable, attention_kern
 from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
 from memopt.capture.dynamo_graph import (
     check_shards,
-    inline_guarded_numbers,
     inline_nested_regions,
     mark_checkpoints,
     result_values,
+    settle_numbers,
 )
 from memopt.capture.inner_outputs import feeding
 from memopt.capture.operators import OperatorGraph, has_attention, has_autocast, operator_graph
@@ -102,7 +102,7 @@ class RecordedRegion:
         """
         _check_kinds(graph_module)
         inline_nested_regions(graph_module)
-        inline_guarded_numbers(graph_module)
+        settle_numbers(graph_module, inputs)
         mark_checkpoints(graph_module)
         to_require_grad = prepare_derivatives(graph_module)
         recorded = copy_graph_module(graph_module)

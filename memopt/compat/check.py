@@ -133,7 +133,7 @@ def _has(owner: Any, name: str) -> bool:
 def _set_by(owner: type) -> frozenset[str]:
     """The attributes that a class annotates, and all names of attributes that its methods read or set."""
     functions = (inspect.unwrap(value) for value in vars(owner).values() if inspect.isfunction(value))
-    names = (name for function in functions for name in function.__code__.co_names)
+    names = (name for function in functions if inspect.isfunction(function) for name in function.__code__.co_names)
     return frozenset([*vars(owner).get("__annotations__", {}), *names])
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,8 @@ PRIVATE_NAMES = (
     *private("torch._prims_common", "suggest_memory_format"),
     *private("torch._guards", "TracingContext.get"),
     *private("torch._guards", "TracingContext.fake_mode TracingContext.tensor_to_context", needed=False),
+    *private("torch._subclasses.fake_tensor", "FakeTensorMode.shape_env", needed=False),
+    *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.ignore_fresh_unbacked_symbols"),
     *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.fake_tensor_cache", needed=False),
 )
 
@@ -166,6 +168,19 @@ def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
         return mode.from_tensor(value, symbolic_context=symbolic, source=source, trace=False)
 
     return mode, [fake(value) for value in inputs]
+
+
+@contextmanager
+def unknown_numbers(inputs: Sequence[Any]) -> Iterator[list[Any]]:
+    """Context of a run on fakes, which it gives, of a region's inputs: as while the region is traced, the `item()` of
+    a number among them is unknown: fakes remember it, and their clones do not. To be called inside a Dynamo backend."""
+    mode, fakes = fresh_fakes(inputs)
+    shapes: Any = mode.shape_env
+    with mode, shapes.ignore_fresh_unbacked_symbols(), failing_on_fakes():
+        yield [
+            fake.clone() if isinstance(fake, torch.Tensor) and not (fake.dim() or fake.requires_grad) else fake
+            for fake in fakes
+        ]
 
 
 def failing_on_fakes() -> AbstractContextManager[None]:

@@ -26,8 +26,9 @@ PRIVATE_NAMES = (
     *private(
         "torch.fx.experimental.symbolic_shapes",
         "ShapeEnv.bound_sympy ShapeEnv.produce_guards_expression ShapeEnv.evaluate_guards_expression "
-        "free_unbacked_symbols rebind_unbacked",
+        "free_unbacked_symbols rebind_unbacked guard_scalar GuardOnDataDependentSymNode",
     ),
+    *private("torch.utils._sympy.symbol", "SymT.UNBACKED_FLOAT symbol_is_type"),
     *private(
         "torch.fx.experimental.symbolic_shapes",
         "ShapeEnv.guards ShapeEnv.replacements ShapeEnv.replacements_slocs",
@@ -65,12 +66,40 @@ def _taking(sizes: _Sizes) -> Iterator[None]:
 
 
 def fixed_float(value: object) -> float | None:
-    """The value of a symbolic float that a guard has fixed; None for anything else."""
+    """The value of a symbolic float that a guard has fixed, itself or as the expression that it is; None for anything
+    else."""
     if not isinstance(value, torch.SymFloat):
         return None
     node: Any = value.node
     fixed: float | None = node.maybe_as_float()
+    if fixed is None and node.has_hint():
+        equal = (guard.expr for guard in node.shape_env.guards if guard.expr.func.__name__ == "Equality")
+        fixed = node.hint if any(one.lhs == node.expr and one.rhs.is_number for one in equal) else None
     return fixed
+
+
+def fix_float(value: torch.SymFloat) -> None:
+    """Add a guard on the value of a symbolic float: Dynamo compiles again where it is another."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    guard_scalar(value)
+
+
+def guard_errors() -> tuple[type[Exception], ...]:
+    """The errors of a guard on a symbol without a known value."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (GuardOnDataDependentSymNode,)
+
+
+def has_unknown_float(value: Any) -> bool:
+    """Whether the shape of a tensor depends on a float without a known value."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    if not isinstance(value, torch.Tensor):
+        return False
+    return any(symbol_is_type(one, SymT.UNBACKED_FLOAT) for one in free_unbacked_symbols(value.shape))
 
 
 def upper_bound(size: torch.SymInt) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 import memopt
 from examples.models.families import BY_NAME
 from examples.models.step import Step, train_step
+from tests.marks import slow
 
 
 class Annealed(nn.Module):
@@ -51,3 +52,41 @@ def test_a_number_that_a_schedule_changes(schedule: Callable[[nn.Module, int], N
             steps.append(train_step(trained, batch))
         assert torch.equal(steps[0].loss, steps[1].loss)
         assert all(torch.equal(steps[0].gradients[name], steps[1].gradients[name]) for name in steps[0].gradients)
+
+
+NEEDED: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "a share of a rate": lambda hidden, number: nn.functional.dropout(hidden, 0.1 * number),
+    "an exponent": lambda hidden, number: hidden.abs().add(0.1).pow(number),
+    "a bound": lambda hidden, number: nn.functional.hardtanh(hidden, -number, number),
+    "a size": lambda hidden, number: hidden + hidden.topk(int(10 * number) + 1, -1).values.sum(-1, keepdim=True),
+}
+
+
+class Scheduled(nn.Module):
+    """Two layers of an MLP, with an operator between them whose number changes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.up, self.down, self.number, self.between = nn.Linear(16, 64), nn.Linear(64, 16), 1.0, NEEDED[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.between(torch.relu(self.up(x)), self.number)
+        return self.down(hidden).square().mean()
+
+
+@pytest.mark.plans_always
+@pytest.mark.parametrize("name", ["an exponent", *map(slow, sorted({*NEEDED} - {"an exponent"}))])
+def test_a_number_whose_value_an_operator_needs(name: str) -> None:
+    """Dynamo has no guard on its value, while our trace compares it: it once ended in an error at the first change."""
+    plain, x = Scheduled(name), torch.randn(8, 16)
+    model = copy.deepcopy(plain)
+    memopt.optimize(model, 1, precision="fp32", allow={"recompute"}, optimizer=None, elsewhere_gb=0)
+    for number in (1.0, 0.5, 0.25, 0.5):
+        gradients = []
+        for trained in (plain, model):
+            torch.manual_seed(0)
+            trained.zero_grad()
+            trained.number = number
+            trained(x).backward()
+            gradients.append([parameter.grad for parameter in trained.parameters()])
+        assert all(map(torch.equal, *gradients))
