@@ -143,7 +143,8 @@ class InnerOutputs:
 
         An inner output is one from which the planned forward computes other outputs; autograd does not see this, since
         all outputs come from one node. For each inner output among `inputs`, the dict returned has, by its index in
-        `inputs`, the part of its gradient that comes through those other outputs, which autograd is to add."""
+        `inputs`, the part of its gradient that comes through those other outputs, which autograd is to add. `order` and
+        `frees` (see `Watcher`) are not used."""
         additions = {}
         self._asked.clear()
         for inner in self._inner.values():

@@ -122,7 +122,7 @@ def capture_on_fakes(
         return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode)
 
 
-PASSED_OVER = "torch.compile does not compile its forward"
+PASSED_OVER = "torch.compile does not compile the model's forward"
 
 
 def _capture_regions(

@@ -119,7 +119,8 @@ class _Interpreter(fx.Interpreter):
                 raise Untraceable(f"{target} runs under no_grad")
             if str(target) == _REGISTER_HOOK:
                 raise Untraceable(
-                    "the region calls Tensor.register_hook, and passes may change the value whose gradient it gets"
+                    "the region calls Tensor.register_hook, and passes may change the tensor whose gradient the hook "
+                    "gets"
                 )
             return opaque_call(target, args, kwargs, self.mode)
         if sets_grad_mode(target):
