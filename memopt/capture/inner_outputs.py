@@ -103,7 +103,7 @@ class GradientSource(Protocol):
         """The whole gradient of the output at `position`, a tensor of this kind: from `given`, the gradients of other
         outputs by their positions, and `own`, the one that arrives at the output itself, if any does.
 
-        The tensor may be computed only when its values are first read. Raises `UnplannedGradientError` where the region
+        Its values may be computed later, when they are first read. Raises `UnplannedGradientError` where the region
         has no backward for it.
         """
 

@@ -274,7 +274,8 @@ def accumulating(
     """The joint graphs of a call's runs, each with the parameters whose gradients that run may add to `.grad` itself.
 
     Other gradients are returned to autograd: those of parameters with hooks that wait for them (`hooked` has their
-    `id`s), and those of tensor subclasses (`RecordedRegion.wrapped`), which AOTAutograd makes."""
+    `id`s), and those of tensor subclasses (`RecordedRegion.wrapped`), which AOTAutograd makes from the graph's
+    results."""
     differentiated = {id(joint.trace.region) for joint in joints}
     runs = zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)
     numbers = [parameters - run.region.wrapped for run, parameters in runs if id(run.region) in differentiated]

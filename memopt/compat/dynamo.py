@@ -118,8 +118,8 @@ def capture_settings() -> Iterator[None]:
     switched `torch.compile` off, code is compiled all the same, since no budget would hold otherwise.
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
-    default it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
-    3.13 those of modules), and `requires_grad_` does not change them: the parameter would get no gradient."""
+    default, torch 2.11 skips the guards of parameters, and under Python 3.13 those of whole modules, as long as the
+    modules' dicts are unchanged. `requires_grad_` does not change these: the parameter would get no gradient."""
     import torch._dynamo.config as dynamo_config
     from torch._dynamo import eval_frame
 

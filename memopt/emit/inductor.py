@@ -83,7 +83,7 @@ class _Halves:
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         """The forward and backward as planned, for inductor to compile. The joint graph that inductor passes, the
         planned one traced again, is not used."""
-        assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced another graph than was planned for"
+        assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced a graph other than the planned one"
         forward, backward = self.cut()
         self.handing = _Handing(backward)
         inputs = {node.name for node in forward.graph.find_nodes(op="placeholder")}
