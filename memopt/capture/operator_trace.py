@@ -1,4 +1,4 @@
-"""Traces Dynamo's graph of a region into an operator graph, with grad mode and autocast written out."""
+"""Traces Dynamo's graph of a region into an operator graph, with the effects of grad mode and autocast as operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamo: its settings, errors and caches, and the context in which it lowers a region.
+"""Dynamo: its settings, errors and caches, and the context in which a region can be traced again.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -287,8 +287,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
-    """Empty Dynamo's cache of every code object all of whose compilations come from backends for which `is_dead` is
-    true.
+    """Empty Dynamo's cache for each code object whose compilations all come from backends for which `is_dead` is true.
 
     Nothing else frees them: the cache entries of a model's forward belong to its class, and the code that Dynamo made
     for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called while

@@ -146,7 +146,7 @@ def class_vectors(call: OpCall) -> int:
 
 def fp8_scales(call: OpCall) -> int:
     """Workspace bytes of the scales of an 8-bit tensor and of the values that they are computed from. There is one
-    scale for all elements, for each 128, or for each 32, where several steps round it to a power of two."""
+    scale for all elements, for each 128, or for each 32; the last kind is rounded to powers of two in several steps."""
     rounded = any(spec.dtype == E8M0 for spec in (*call.inputs, *call.outputs))
     return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 

@@ -211,7 +211,7 @@ def hold_values(half: fx.GraphModule, inputs: Collection[str]) -> None:
     Edits the graph. `inputs` are the names of the region's inputs, which nothing frees.
 
     Inductor computes a value of few arguments in each kernel that reads it, and then holds the arguments until the last
-    of these kernels: for the sum of two gradients that another branch of the model reads late, both of them.
+    of these kernels: both gradients, say, whose sum another branch of the model reads late.
     """
     for node in values_to_hold(half.graph, inputs):
         with half.graph.inserting_after(node):
