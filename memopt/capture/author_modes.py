@@ -74,7 +74,8 @@ class AuthorModes:
 
     def see(self, trace: Callable[..., Any], within: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Handle the call of the operator `func` and return its result. `trace(func, args, kwargs)` records a call in
-        the graph; under the context manager `within`, operators that a kernel calls are given to this method too."""
+        the graph. Autocast's kernels run under the context manager `within`, in which each operator that they call
+        comes to this method again."""
         if not torch.is_grad_enabled():
             args, kwargs = self._without_gradients(trace, func, args, kwargs)
         device = _autocast_device(args, kwargs)
@@ -207,8 +208,8 @@ def attention_kernels() -> tuple[SDPBackend, ...]:
 
 @dataclass(frozen=True)
 class CallerModes:
-    """The modes of the caller's code that choose operators, and that Dynamo has no guards on or that do not last until
-    the backward: autocast, and the kernels of attention."""
+    """The modes of the caller's code that decide which operators run, and that memopt must keep itself, since Dynamo
+    has no guards on them or they end before the backward: autocast, and the kernels that attention may use."""
 
     types: tuple[tuple[str, torch.dtype], ...]
     """The device types for which autocast is on, each with its dtype."""

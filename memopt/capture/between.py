@@ -50,17 +50,18 @@ class EagerCodeTooLargeError(CaptureError):
 
 
 class CrossedByDerivative(CaptureError):
-    """Raised where eager code between regions takes a derivative through a region that the region's backward does not
-    give: of gradients (`create_graph=True`), or by an output from which the region computes others."""
+    """Raised where eager code needs a derivative through a region that the region's backward cannot give: gradients of
+    gradients (`create_graph=True`), or the gradient of an output from which the region computes other outputs."""
 
 
 CROSSED = "takes a derivative through that break"
+"""How a refusal goes on after the reason for a graph break: "…, and it takes a derivative through that break"."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """The tensors that go from one region of a step to eager code or to another region: the outputs and the gradients
-    of inputs that are freed before the step ends, and the inputs that are outputs of an earlier region."""
+    """Which tensors of one run of a region come from or go to other code (eager code, other regions): outputs and
+    gradients of inputs, if they are freed before the step ends, and inputs that are outputs of an earlier region."""
 
     outputs: frozenset[int] = frozenset()
     """Positions of outputs that nobody holds any more once the region's backward begins."""
@@ -85,7 +86,7 @@ class Passed:
 
 class Between(LiveBytes):  # type: ignore[no-untyped-call]
     """A dispatch mode that counts the bytes of eager code between regions: storages made outside of `planned()` blocks,
-    and parameters that FSDP2 has gathered. Raises `EagerCodeTooLargeError` where they exceed `most_bytes`."""
+    and the parameters in `gathered` while FSDP2 holds them. Raises `EagerCodeTooLargeError` above `most_bytes`."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:

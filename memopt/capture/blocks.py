@@ -2,8 +2,8 @@
 
 Two neighbouring blocks are equal if their calls are the same in order, with the same constants, shapes, strides and
 dtypes, and if each value that one reads takes the same place in the other: a value of the same block, one of the block
-before, an input or an earlier value that both read, or an input of the block's own. A graph of which some middle blocks
-are left out is then traced as the whole would be, but for these blocks (`memopt.capture.stamp`).
+before, an input or an earlier value that both read, or an input of the block's own. If some middle blocks are left out,
+a trace of the rest is then that of the whole graph but for these blocks (`memopt.capture.stamp`).
 """
 
 from __future__ import annotations

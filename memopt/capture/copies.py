@@ -2,8 +2,8 @@
 block that it has, the template.
 
 Names, `seq_nr` (autograd's numbers of nodes), module paths and stack traces are those that a trace of all blocks would
-give, and the values of each copy lie in memory of their own. One thing may differ: where all nodes of a kind in the
-blocks are ones that nothing reads, numbers in later names of that kind are smaller than in such a trace.
+give, and the values of each copy lie in memory of their own. One thing may differ: if nothing reads the blocks' nodes
+of some name (`add`), later nodes of that name have smaller numbers (`add_7`) than in such a trace.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 
 def with_copies(standing: Standing, *, marked: bool) -> fx.GraphModule:
-    """The joint graph of `standing`, completed with copies of its standing blocks in place of the blocks that were not
-    traced. With `marked`, its nodes keep their marks, from which `traced_from` reads."""
+    """The joint graph of `standing`, with a copy of a traced block in the place of each block that was not traced. With
+    `marked`, nodes keep the names of the operators that they were traced from, which `traced_from` returns."""
     return _Copier(standing, marked).copied()
 
 

@@ -218,7 +218,7 @@ def without_limit(graph: fx.Graph) -> frozenset[str]:
 
 def limits_by_operators(graph: fx.Graph, names: Collection[str], largest: Mapping[str, int]) -> dict[str, int]:
     """Upper limits, by symbol name, of those symbols in `names` that count the elements which a mask selects, or which
-    are not zero: the number of all elements. `largest` has the values of the symbols in the shapes of the tensors.
+    are not zero: the number of all elements of the tensor. `largest` has the values of the symbols in the shapes.
 
     A mask may be applied in the backward only, so that no run of the forward shows how many elements it selects.
     """
@@ -242,8 +242,8 @@ def _most_elements(tensors: Iterable[torch.Tensor]) -> int:
 
 def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | None:
     """The values of a joint graph's data-dependent symbols, by symbol name. They are taken from `observed`, the results
-    in a run of the same forward, which are matched with the graph's operators in order: also with those that introduce
-    no symbol, as the second of two tensors from which one mask selects.
+    in a run of the same forward. The graph's operators are matched with these in order, also those that introduce no
+    symbol: if one mask selects from two tensors, the second result has the symbol of the first.
 
     None where an operator that introduces symbols has no result in `observed`.
     """

@@ -24,7 +24,7 @@ from memopt.compat.operators import (
 
 DIFFERENTIATED = "create_graph=True asks for gradients of gradients, which a captured backward does not have"
 TAKEN_WITHIN = (
-    "have a loss_fn of (model, batch) take the derivative and give it to optimize, or call memopt.remove(model)"
+    "take the derivative in a loss_fn of (model, batch) that you give to optimize, or call memopt.remove(model)"
 )
 
 
@@ -85,8 +85,8 @@ def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> froze
                 _read_apart(value, torch.detach, [node for node in nodes[:at] if node in value.users])
             elif value in returned and not any(user.target is torch.autograd.grad for user in value.users):
                 raise GraphBreak(
-                    "a value that requires_grad_() was called on is returned or kept by the model; return a result of "
-                    "it instead"
+                    "the model returns or keeps a value on which it has called requires_grad_(); return a value "
+                    "computed from it instead"
                 )
             elif derives:
                 users = [node for node in nodes[at + 1 :] if node in value.users and node.op != "output"]

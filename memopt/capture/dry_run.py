@@ -46,9 +46,9 @@ class DryRun:
     """Records the runs of regions while a call's Python code runs once.
 
     Each region runs as one opaque function, forward and backward. Its outputs are computed by Dynamo's graph without
-    gradients, or by `forward_of(region)` if that is given: a plan may compute other values than Dynamo's graph, and the
-    model's Python code may branch on them. The gradients of its inputs have arbitrary values. Operators between regions
-    run as they are.
+    gradients, or by the function `forward_of(region)` if that is given: a plan may compute other values than Dynamo's
+    graph, and the model's Python code may branch on them. The gradients of its inputs have arbitrary values. Operators
+    between regions run as they are.
 
     `real_ids` is as for `RecordedRegion.record`, `gathered` and `most_bytes` are as for `Between`."""
 
@@ -240,7 +240,9 @@ def record_dry_run(
             raise
         error = in_brief_with_line(failure)
         where = (
-            "running the forward beyond it on fake tensors failed" if mode else "running the forward beyond it failed"
+            "running the rest of the forward on fake tensors failed"
+            if mode
+            else "running the rest of the forward failed"
         )
         reasons = reason if error == reason or str(failure) == reason else f"{reason}; {where}: {error}"
         if isinstance(failure, CrossedByDerivative):
@@ -314,7 +316,7 @@ def cannot_capture(model: nn.Module, reason: str, further: str = "") -> str:
     """The message for users that the forward of `model` cannot be captured, because of `reason`. The first line of the
     forward is added if `reason` names no line of code; then follow `further` and what the user can do."""
     if "storage of Sparse" in reason:
-        reason = f"it makes a sparse tensor, as the gradient of an embedding with sparse=True is ({reason})"
+        reason = f"it makes a sparse tensor, such as the gradient of an embedding with sparse=True ({reason})"
     code: Any = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is not None and not re.search(r":\d+, in ", reason):
         reason += f" ({short_path(code.co_filename)}:{code.co_firstlineno}, in {code.co_name})"

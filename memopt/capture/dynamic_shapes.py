@@ -1,4 +1,4 @@
-"""Sizes that change from batch to batch: those that users declare, and those that change together."""
+"""Sizes that change from batch to batch: those that users declare, and those that differ between captures of a call."""
 
 from __future__ import annotations
 

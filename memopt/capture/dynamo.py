@@ -108,12 +108,12 @@ def plain_loss_call(
 
 
 _NO_GRADIENT = "One of the differentiated Tensors does not require grad"
-_BEFORE_THE_CALL = "; call requires_grad_() on the input before the model is called: compiled code cannot call it"
+_BEFORE_THE_CALL = "; call requires_grad_() on the input before you call the model, since compiled code cannot do so"
 
 
 class CallStopped(Exception):
-    """Ends a call within a region that it runs. Between the region and whoever began the call lie the frames of Dynamo
-    and of the model, so that the reason cannot be returned."""
+    """Raised within a region to end the call that runs it. A result cannot be returned from there to the code that
+    began the call, since frames of Dynamo and of the model lie in between."""
 
 
 class GraphBreak(CaptureError):

@@ -103,7 +103,7 @@ class GradientSource(Protocol):
         """The whole gradient of the output at `position`, a tensor of this kind: from `given`, the gradients of other
         outputs by their positions, and `own`, the one that arrives at the output itself, if any does.
 
-        The tensor may be computed only when its values are first read. Raises `UnplannedGradientError` where the region
+        Its values may be computed later, when they are first read. Raises `UnplannedGradientError` where the region
         has no backward for it.
         """
 
@@ -143,7 +143,8 @@ class InnerOutputs:
 
         An inner output is one from which the planned forward computes other outputs; autograd does not see this, since
         all outputs come from one node. For each inner output among `inputs`, the dict returned has, by its index in
-        `inputs`, the part of its gradient that comes through those other outputs, which autograd is to add."""
+        `inputs`, the part of its gradient that comes through those other outputs, which autograd is to add. `order` and
+        `frees` (see `Watcher`) are not used."""
         additions = {}
         self._asked.clear()
         for inner in self._inner.values():

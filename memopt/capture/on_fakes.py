@@ -45,7 +45,7 @@ def fake_parameters(
     model: nn.Module, mode: FakeTensorMode, device: torch.device, narrowed: ParameterCast | None = None
 ) -> Iterator[Fakes]:
     """A context in which parameters and buffers are replaced by fake tensors on `device`; yields the fake of each real
-    tensor. A tensor used in several places gets one fake.
+    tensor. A tensor used in several places gets one fake. With `narrowed`, fakes have the dtypes that it gives.
 
     At the end all module attributes and random generators are restored, also those that the forward changed meanwhile:
     where it breaks into regions, its Python code runs once on fake tensors.
@@ -122,7 +122,7 @@ def capture_on_fakes(
         return _capture_regions(model, to_capture(), (args, kwargs), ids, reason, mode)
 
 
-PASSED_OVER = "torch.compile does not compile its forward"
+PASSED_OVER = "torch.compile does not compile the model's forward"
 
 
 def _capture_regions(

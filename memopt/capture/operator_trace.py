@@ -1,4 +1,4 @@
-"""Traces Dynamo's graph of a region into an operator graph, with grad mode and autocast written out."""
+"""Traces Dynamo's graph of a region into an operator graph, with the effects of grad mode and autocast as operators."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ class _Interpreter(fx.Interpreter):
                 raise Untraceable(f"{target} runs under no_grad")
             if str(target) == _REGISTER_HOOK:
                 raise Untraceable(
-                    "the region calls Tensor.register_hook, and passes may change the value whose gradient it gets"
+                    "the region calls Tensor.register_hook, and passes may change the tensor whose gradient the hook "
+                    "gets"
                 )
             return opaque_call(target, args, kwargs, self.mode)
         if sets_grad_mode(target):

@@ -161,9 +161,9 @@ def defer_outputs(graph_module: fx.GraphModule, detached: Collection[int]) -> De
 
     `detached` has the positions of the outputs that may be deferred; each is a call of `detach`. An output is deferred
     alone where few operators compute it from a value of at most half of its bytes (logits of a language model, from
-    hidden states and the head's weight). The others are deferred together where they have many bytes and a second
-    forward gives them (keys and values of a cache). Edits the graph; returns None, with the graph unchanged, where
-    nothing is deferred."""
+    hidden states and the head's weight). The others (keys and values of a cache) are deferred together where they have
+    many bytes and a second run of the region's forward can compute them. Edits the graph; returns None, with the graph
+    unchanged, where nothing is deferred."""
     output = graph_module.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     large = {

@@ -153,10 +153,10 @@ class RecordedRegion:
         return has_attention(self.graph_module)
 
     def as_called(self) -> RecordedRegion:
-        """The region in the modes of the caller's code now, as far as they matter and Dynamo has no guards on them. The
-        kernels that are allowed for attention are other operators. Where the region opens autocast blocks, their casts
-        of a weight are kept until the caller's outermost block ends, if there is one, even if that switches autocast
-        off: this decides in which dtype the weight's gradients are summed."""
+        """The region under those of the caller's present modes that change it and that Dynamo has no guards on: the
+        kernels that attention may use, since each is another operator; and, for a region that opens autocast blocks,
+        an autocast block around the call. Casts of a weight are then kept until the outermost such block ends, even one
+        that switches autocast off, and this decides in which dtype the weight's gradients are summed."""
         within = autocast_blocks() > 0 if self._has_autocast else self.modes.within
         attention = attention_kernels() if self._has_attention else self.modes.attention
         if (within, attention) == (self.modes.within, self.modes.attention):

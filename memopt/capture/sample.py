@@ -98,4 +98,4 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a sample run is a forward only, which must not be differentiated")
+        raise AssertionError("a sample run has no backward: nothing may differentiate it")

@@ -1,4 +1,4 @@
-"""Traces a module that repeats equal blocks with five blocks of each run; copies in the graph stand for the others.
+"""Traces a module with runs of equal blocks faster: only five blocks of each run are traced, and copied for the others.
 
 The module is traced without the missing blocks and with all inputs, so that what a trace finds out about inputs and
 outputs is that of the whole module. Where the five blocks do not prove what the missing ones are, the whole module is
@@ -39,9 +39,9 @@ def trace_blocks_once(
     inputs: Sequence[Any],
     written: Collection[int],
 ) -> _Traced:
-    """The result of `trace(module)`, found faster where the module repeats equal blocks: `trace` gets a module with
-    five of them, and its graph is completed with copies. `inputs` are the values of the module's placeholders,
-    `written` the numbers of those that it writes to."""
+    """The result of `trace(module)`, found faster where the module has runs of equal blocks: `trace` gets a module with
+    five blocks of each run, and the graph that it returns is completed with copies. `inputs` are the values of the
+    module's placeholders, `written` the numbers of those that it writes to."""
     inlined = not [*module.parameters(), *module.buffers()]
     runs = find_runs(module, inputs, written) if inlined else ()
     if not runs:

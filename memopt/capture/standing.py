@@ -1,10 +1,10 @@
-"""The standing blocks of runs of equal blocks, and whether they prove what the missing blocks are. The standing ones
-are those that a joint graph, or an operator graph, was traced with.
+"""The standing blocks of runs of equal blocks, which are those that a joint graph, or an operator graph, was traced
+with; and whether they prove what the missing blocks are.
 
 In the joint graph, the forward and the backward of each standing block are found by the operators that they were traced
-from; an operator graph has forwards only. The blocks in the middle prove the step from one block to the next: their
-nodes are equal, and what the one reads of its neighbours, of inputs and of other code, the other reads of its own. From
-there on each further block would be traced alike, since it begins with equal values.
+from; an operator graph has forwards only. The proof compares each block in the middle with the next one: their nodes
+must be equal, and read the same values of other code, and else values at the same places in the block, its neighbours
+and its own inputs. Each further block would then be traced alike, since it begins with equal values.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Standing:
     role: dict[fx.Node, tuple[int, int, fx.Node]] = field(default_factory=dict)
     """For an input that is a standing block's own: the run, the block, and the template's input of the same role."""
     makers: dict[int, tuple[fx.Node, int]] = field(default_factory=dict)
-    """By the key of a storage: the first node whose value lies in it, and the number of that tensor in the value."""
+    """By the key of a storage: the first node whose value has a tensor in it, and that tensor's number in the value."""
 
     def half(self, run: int, backward: bool, block: int) -> list[fx.Node]:
         """The nodes of the forward, or with `backward` of the backward, of a standing block. `run` is an index into
@@ -66,8 +66,8 @@ class Standing:
         return self.pieces.get((run, backward, block), [])
 
     def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:
-        """The first node in the graph whose value shares the storage of `tensor`, and the tensor's number in that
-        value."""
+        """The first node in the graph whose value has a tensor in the storage of `tensor`, and the number of that
+        tensor among those in the node's value."""
         return self.makers[storage_key(tensor)]
 
 

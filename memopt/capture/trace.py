@@ -240,9 +240,9 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
     """The bytes that eager code before, during and after each run with a joint graph holds, in the order of the runs.
     Runs without a joint graph count as eager code here.
 
-    The last entry is for the end of the step. Its `before` is the most after the last backward, `during` what is held
-    after the forward, and `before_backward` the most between the last region with a joint graph and the end of the
-    forward."""
+    The last entry is for the end of the step: `before` has the most bytes held after the last backward, `during` those
+    held when the forward has ended, and `before_backward` the most held between the last region with a joint graph and
+    the end of the forward."""
     scheduled = set(map(id, differentiated_runs(joints, captured)))
     found: list[EagerCodeBytes] = []
     skipped = EagerCodeBytes()
@@ -274,7 +274,8 @@ def accumulating(
     """The joint graphs of a call's runs, each with the parameters whose gradients that run may add to `.grad` itself.
 
     Other gradients are returned to autograd: those of parameters with hooks that wait for them (`hooked` has their
-    `id`s), and those of tensor subclasses (`RecordedRegion.wrapped`), which AOTAutograd makes."""
+    `id`s), and those of tensor subclasses (`RecordedRegion.wrapped`), which AOTAutograd makes from the graph's
+    results."""
     differentiated = {id(joint.trace.region) for joint in joints}
     runs = zip(captured.runs, captured.parameters_of_runs(hooked), strict=True)
     numbers = [parameters - run.region.wrapped for run, parameters in runs if id(run.region) in differentiated]

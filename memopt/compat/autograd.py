@@ -147,8 +147,8 @@ def keeps_graph() -> bool:
 
 @dataclass(frozen=True)
 class Retention:
-    """How the backward passes of a step keep their autograd graphs in memory. The last one does not count: it frees
-    saved tensors as it reads them."""
+    """How the backward passes of a step keep their autograd graphs in memory. The last backward pass does not count,
+    since it frees saved tensors as it reads them."""
 
     kept: bool = False
     """Whether the graph is kept for another backward (`retain_graph=True`)."""
@@ -164,13 +164,13 @@ class Retention:
         return Retention(self.kept or other.kept, tuple(derived), self.parameters | other.parameters)
 
     def covers(self, other: Retention) -> bool:
-        """Whether a step that keeps `other` keeps no more than this."""
+        """Whether a step that keeps graphs as `other` says keeps no more of them than a step as described here."""
         return self | other == self
 
     def further(self, order: int, parameters: frozenset[int] = frozenset()) -> Retention:
-        """This, and one more computation of gradients of this order, by these parameters among others: 1 for those of
-        the forward, 2 for those of such gradients, and so on. An order that is more than one above the highest so far
-        counts as the next one."""
+        """A copy that counts one more computation of gradients with a graph of their own. `order` is 1 for gradients of
+        the forward, 2 for gradients of such gradients, and so on; one that skips orders counts as the next order.
+        `parameters` has the `id`s of parameters whose gradients are among them."""
         order = min(order, 1 + len(self.derived))
         derived = [*self.derived, *[0] * (order - len(self.derived))]
         derived[order - 1] += 1
@@ -333,10 +333,11 @@ class Watcher(Protocol):
     def before_backward(
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
-        """Called with the tensors or edges at which a backward starts, and with those whose gradients it is to compute
-        (`inputs`). `order` is 0 for gradients without a graph of their own, else 1 more than the highest order of the
-        gradients from which the starts were computed; `frees`: the graph is not kept. Returns the additions to the
-        gradients, by position in `inputs`."""
+        """Called when a backward starts from `starts`, tensors or edges, that is to compute the gradients of `inputs`.
+        Returns the additions to these gradients, by position in `inputs`.
+
+        `order` is 0 unless the gradients get an autograd graph (`create_graph=True`), else 1 more than the highest
+        order of the gradients from which `starts` were computed. `frees` says that the backward frees its graph."""
 
     def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Called after a backward whose gradients have a graph of their own; `gradients` is None where it has added
@@ -390,9 +391,9 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_stopped_backward(run_backward: Callable[..., Any] | None = None) -> None:
-    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
-    run, with all that is behind them, until the next backward pass begins in this thread. `run_backward` is torch's
-    function that starts one, if it is replaced."""
+    """Free what autograd's engine would keep, until the next backward pass begins in this thread, of one that an
+    exception has ended: the nodes that it was about to run, with all that they refer to. `run_backward` is torch's own
+    function that starts a backward pass, where that has been replaced."""
     with torch.enable_grad():
         end = torch.from_numpy(np.zeros(())).requires_grad_().neg()  # on the host, whatever the default device is
         run = run_backward or torch.autograd.graph._engine_run_backward

@@ -39,8 +39,8 @@ class CardAttention(TorchFunctionMode):
     its kernel takes the arguments, else by the memory-efficient kernel, else written out.
 
     cuDNN's attention, which torch tries first on some cards, saves as many bytes as flash attention, so the latter is
-    used in its place. Cards of one major capability are treated alike: from 8.6 to 8.9 and from 12.0 on, torch trains
-    heads wider than 192 (but those wider than 224 without dropout) by the memory-efficient kernel. Source:
+    used in its place. Cards of one major capability are treated alike, though on those from 8.6 to 8.9 and from 12.0 on
+    torch trains heads wider than 224, and with dropout those wider than 192, by the memory-efficient kernel. Source:
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
 

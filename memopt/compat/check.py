@@ -70,8 +70,8 @@ def check() -> None:
 
 
 def missing_names(error: ImportError) -> TorchNamesError:
-    """An error with all names that memopt imports from torch and this torch lacks. `error` is the first
-    `ImportError`."""
+    """The error that lists all names which memopt imports from torch and this torch lacks. `error` is the `ImportError`
+    of the first of them."""
     found = [str(error)]
     for info in iter_modules([str(Path(__file__).parent)], "memopt.compat."):
         try:

@@ -1,4 +1,4 @@
-"""Dynamo: its settings, errors and caches, and the context in which it lowers a region.
+"""Dynamo: its settings, errors and caches, and the context in which a region can be traced again.
 
 torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
 import them inside the function that catches them.
@@ -118,8 +118,8 @@ def capture_settings() -> Iterator[None]:
     switched `torch.compile` off, code is compiled all the same, since no budget would hold otherwise.
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
-    default it skips guards while the dicts of modules have not changed (torch 2.11 those of parameters, under Python
-    3.13 those of modules), and `requires_grad_` does not change them: the parameter would get no gradient."""
+    default, torch 2.11 skips the guards of parameters, and under Python 3.13 those of whole modules, as long as the
+    modules' dicts are unchanged. `requires_grad_` does not change these: the parameter would get no gradient."""
     import torch._dynamo.config as dynamo_config
     from torch._dynamo import eval_frame
 
@@ -287,8 +287,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
-    """Empty Dynamo's cache of every code object all of whose compilations come from backends for which `is_dead` is
-    true.
+    """Empty Dynamo's cache for each code object whose compilations all come from backends for which `is_dead` is true.
 
     Nothing else frees them: the cache entries of a model's forward belong to its class, and the code that Dynamo made
     for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called while

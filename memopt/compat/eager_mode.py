@@ -2,8 +2,8 @@
 other bits while it traces, and with the masks that transformers chooses by values.
 
 In eager mode transformers makes no attention mask that would mask nothing. Attention then runs by another kernel, which
-is given `is_causal`, and heads that share keys need no repeated ones. While Dynamo traces, transformers makes the mask
-always.
+is given `is_causal`, and keys that heads share are not repeated for each head. While Dynamo traces, transformers makes
+the mask always.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 
 class DeferredHook:
-    """A hook that the user has added to a tensor of `DeferredHooks`, with the user's function as `own`. When autograd
-    calls it, it calls that function only while the attribute `at_once` of that table is true."""
+    """A hook that the user has added to a tensor with a `DeferredHooks` table; `own` is the user's function. When
+    autograd calls the hook, that function is called only while the table's attribute `at_once` is true."""
 
     def __init__(self, own: Callable[..., Any], table: DeferredHooks) -> None:
         self.own, self._table = own, weakref.ref(table)

@@ -100,8 +100,8 @@ class MemoryEvents:
 
     def since_last(self) -> list[int] | None:
         """The events since the last call, or since the start; recording continues. None where events are known only
-        after `stop`: with kineto, which takes long to restart, and in a backward, as autograd must end with the
-        profiler that it began with."""
+        after `stop`: with torch's profiler kineto, which takes long to restart, and in a backward, since autograd must
+        end with the profiler that it began with."""
         if not self._legacy or current_backward() >= 0:
             return None
         events = self._events()
@@ -173,7 +173,7 @@ _READS = ("tolist", "numpy", "__array__")
 
 
 def uncomputed(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A `protected` tensor on the CPU whose storage takes no memory: all map the same read-only pages of zeros."""
+    """A `protected` tensor on the CPU whose storage takes no memory: such tensors share read-only pages of zeros."""
     elements = 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True)) if all(size) else 0
     nbytes = elements * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(_pages(nbytes), HOST, nbytes)

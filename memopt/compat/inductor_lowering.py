@@ -1,10 +1,10 @@
 """What inductor must know before it lowers a graph, so that one graph always gets the same code, with eager mode's
-numbers: the operators that it calls as they are, and the order of random kernels.
+numbers: its fallbacks, operators that it calls rather than generates code for, and the order of random kernels.
 
-Inductor makes an operator known (`make_fallback`) when it comes to the first call of it. A value with several users is
-written to memory at once if one of them is known to need its inputs in memory. In the first graph of a process that has
-such an operator, what comes before the call was therefore lowered without it, and other code was written for the same
-graph later on, which holds other bytes.
+Inductor registers a fallback (`make_fallback`) only when it comes to the operator's first call. A value with several
+readers is written to memory at once if one of them is known to need its inputs in memory. In the first graph of a
+process with such an operator, what comes before its call was therefore lowered without knowing so, and the same graph
+got other code later on, which holds another number of bytes.
 
 From torch 2.13 on, inductor keeps the order of random kernels itself where `fallback_random` is set, but not after an
 operator whose results nobody reads (the last dropout of a branch that the loss does not reach), nor for one that saves
@@ -94,9 +94,9 @@ def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
 
 
 def pools_as_they_are() -> list[Replacement]:
-    """Replacements by which inductor calls the backward of average pooling as it is where the last windows may reach
-    beyond the padding (`ceil_mode`). The code that it would write divides by the whole window there, where the forward
-    divides by the part within: its gradients are wrong (torch 2.11 to 2.13)."""
+    """Replacements by which inductor calls ATen's backward of average pooling where the last windows may reach beyond
+    the padding (`ceil_mode`). The code that it would generate instead divides by the whole window there, where the
+    forward divides by the part within: its gradients are wrong (torch 2.11 to 2.13)."""
     from torch._inductor import lowering as untyped
 
     lowering: Any = untyped

@@ -68,7 +68,7 @@ _disable: Any = torch.compiler.disable
 
 
 class JointGraphTraced(Exception):
-    """Ends a compilation, of AOTAutograd or inductor, once the joint graph is known."""
+    """Raised to end a compilation, by AOTAutograd or inductor, once the joint graph is known."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class InputUse:
 
     @classmethod
     def of(cls, state: Any) -> InputUse:
-        """From the state in which AOTAutograd keeps the trace of a region."""
+        """The use of a region's inputs, read from `state`, in which AOTAutograd keeps its trace of the region."""
         from torch._functorch._aot_autograd.schemas import OutputType
 
         metadata = state.fw_metadata
@@ -198,7 +198,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
 
 def gradients_without_gaps() -> Replacement:
-    """A replacement by which AOTAutograd takes the gradients of outputs that are views with gaps in contiguous memory.
+    """A replacement by which AOTAutograd takes the gradients of outputs that are views with gaps as contiguous tensors.
 
     It would copy them to the strides of the view, gaps included: each column of a matrix would take as much memory as
     the whole matrix."""
@@ -325,11 +325,12 @@ def _fakes_active(state: Any) -> Iterator[None]:
 
 @contextmanager
 def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Iterator[None]:
-    """Context in which AOTAutograd does not ask for another capture because of numbers in tensors that no operator of
-    the joint graph reads; of all numbers, if no graph is given: a second trace of a region reads new symbols.
+    """Context in which AOTAutograd does not ask Dynamo to capture a call again because of unread symbols for numbers.
 
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
     for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call again without it.
+    This prevents that for the symbols of the fake mode `mode` that no operator of `joint` reads; without `joint` for
+    all of them, as a second trace of a region reads new symbols in their place.
     """
     from torch._dynamo.symbolic_convert import TensorifyState
 
@@ -353,4 +354,4 @@ def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Itera
 
 
 def _no_compiler(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    raise AssertionError("a region that is only traced is not compiled")
+    raise AssertionError("AOTAutograd compiles a region that it was only to trace")

@@ -224,7 +224,7 @@ class CurrentParts:
 
 
 def moves_as_modules_do(module: nn.Module) -> bool:
-    """Whether a module has no way of its own to move its tensors to another device, as recurrent layers have."""
+    """Whether a module moves its tensors to another device by `nn.Module`'s own code; recurrent layers do not."""
     return type(module)._apply is nn.Module._apply
 
 

@@ -26,9 +26,9 @@ PRIVATE_NAMES = (
 def saved_by(node: Any) -> list[torch.Tensor]:
     """The tensors that an autograd node holds for its backward; none once they are freed.
 
-    Saved-tensor hooks are not called: of a value that a hook has packed, these are the tensors in what the hook
-    returned. Only the node of an `autograd.Function` is read as in its backward, through the hooks, unless a saved
-    tensor was changed in place; nothing is read where `note_packed` has recorded hooks."""
+    Saved-tensor hooks are not called: for a value that a hook has packed, the list has the tensors in what the hook
+    returned. The exception is the node of an `autograd.Function`, which is read through the hooks, as in its backward,
+    unless a saved tensor was changed in place. Where `note_packed` has recorded hooks, the list is empty."""
     saved: list[torch.Tensor] = []
     if _PACKED in node.metadata:
         return saved

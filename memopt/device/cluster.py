@@ -137,7 +137,7 @@ class Ring:
         reduce-scatter of `nbytes` on each card takes as long.
 
         What other nodes send to a node passes through the network adapters of its cards, what a card receives passes
-        through its links within the node; the slower of both counts. The ring takes one step for each other card.
+        through its links within the node; the slower of these two counts. The ring takes one step for each other card.
         """
         if self.cards == 1:
             return 0.0

@@ -15,7 +15,7 @@ _LEAST, _MOST = 64 * 1024**2, 4 * 1024**3
 
 def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> int | None:
     """The bytes that a process holds on a GPU outside of torch's allocator once it has called the libraries that
-    training uses. To measure them, another process is started, by which the GPU's free memory falls.
+    training uses. They are measured as the fall of the GPU's free memory when such a process is started.
 
     CUDA loads modules when their kernels are first called, so a large model may hold somewhat more. None where that
     process fails or takes longer than `limit_seconds`, or where the figure is not credible."""
@@ -36,8 +36,9 @@ def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> 
 
 
 def context_bytes(free_before: int, free_during: int, reserved: str) -> int | None:
-    """Of the bytes free before a process started, those that are now neither free nor reserved by torch's allocator in
-    that process, which prints the latter as `reserved`. None where this is no number or the result is not credible."""
+    """The bytes by which a GPU's free memory has fallen since a process started, without those that torch's allocator
+    has reserved in that process, which it prints (`reserved`). None where `reserved` is no number or the result is not
+    credible."""
     if not reserved.strip().isdecimal():
         return None
     found = free_before - free_during - int(reserved)

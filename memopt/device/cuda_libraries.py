@@ -1,6 +1,6 @@
 """CUDA's libraries on this machine's card: the workspaces that cuBLAS keeps, allocated before a step, and the blocks of
-operators whose kernels have a workspace, found by running them. cuDNN chooses its algorithm when an operator runs, and
-torch's own kernels allocate several blocks, of which a rule for their sum does not say the order."""
+operators whose kernels have a workspace, found by running them. Rules cannot give these blocks: cuDNN chooses its
+algorithm when an operator runs, and where a kernel of torch's own allocates several, a rule only gives their sum."""
 
 from __future__ import annotations
 

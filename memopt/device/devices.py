@@ -1,4 +1,4 @@
-"""The kinds of devices that memopt knows, which of them is meant or at hand, and their rates by the name of a card."""
+"""The kinds of devices that memopt knows: which one a name means, which this machine has, and rates by card name."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class TensorSpec:
         return True
 
     def make(self, device: str) -> torch.Tensor:
-        """A tensor of this size, stride and dtype, with values that any op accepts: 0 is a valid index, and a mask of
-        True selects most."""
+        """A tensor of this size, stride and dtype, with values that any op accepts: True in masks, so that they select
+        as many elements as possible, 0 in integers, which is a valid index, and 0.5 in all others."""
         tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
         if self.dtype == torch.bool:
             return tensor.fill_(True)

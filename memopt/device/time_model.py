@@ -60,7 +60,7 @@ def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> 
     """Estimated seconds of a kernel: max(FLOPs / peak, bytes / bandwidth, launch), where peak and bandwidth are those
     that kernels reach. `dtype` is a key of `Hardware.flops`.
 
-    On hardware with `between_seconds`: between + launch + max(FLOPs / peak, bytes / bandwidth)."""
+    With a pause between kernels (`Hardware.between_seconds`): pause + launch + max(FLOPs / peak, bytes / bandwidth)."""
     arithmetic = flops / (hardware.peak_flops(dtype) * hardware.flops_efficiency)
     cached = bytes_moved <= hardware.cached_bytes
     bandwidth = hardware.cached_bytes_per_second if cached else hardware.bytes_per_second

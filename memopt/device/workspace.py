@@ -193,7 +193,7 @@ def _metered(op: OpOverload, args: Any, kwargs: Any) -> tuple[Any, int, int, flo
 
 def run_metered(op: OpOverload, args: Any, kwargs: Any) -> tuple[Any, int]:
     """The results of an operator that a dispatch mode runs on tensors of the CPU, and the bytes of its workspace; for
-    operands of which no `OpCall` can be made, as sparse ones."""
+    operands that an `OpCall` cannot describe, such as sparse ones."""
     keys = kernels_as_in_eager_mode()  # of this thread, which is below autograd
 
     def run(threads: int) -> tuple[Any, int, int, float]:

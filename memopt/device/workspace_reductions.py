@@ -1,7 +1,7 @@
 """The staging buffer of torch's CUDA reductions, in bytes: the same arithmetic by which torch configures the kernel.
 
-Where a result is summed by several thread blocks, each block writes its part to memory, and every thread of its rows
-writes one. Sums over all but the fastest dimension, as those for the gradients of biases, take 2 to 512 MiB.
+Where several thread blocks reduce to one result, each writes its part to memory. Where they do not reduce along the
+fastest dimension, as for the gradients of biases, each column of a block's threads writes one: 2 to 512 MiB in all.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`, `ReduceConfig::global_memory_size`, and
 aten/src/ATen/TensorIterator.cpp, `reorder_dimensions`, `coalesce_dimensions`, `SplitUntil32Bit`.

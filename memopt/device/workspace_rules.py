@@ -50,8 +50,8 @@ def copies(call: OpCall) -> int:
 
 
 def strided_rows(call: OpCall) -> int:
-    """Workspace bytes of kernels that read whole rows, in any order: copies of the inputs whose last dimension has
-    gaps."""
+    """Workspace bytes of kernels that need each row contiguous, wherever the rows lie: copies of the inputs whose last
+    dimension has gaps."""
     return sum(spec.dense_bytes for spec in call.inputs if spec.size and spec.size[-1] > 1 and spec.stride[-1] != 1)
 
 
@@ -72,8 +72,8 @@ def loss(call: OpCall) -> int:
 
 
 def index(call: OpCall) -> int:
-    """Workspace bytes of indexing: the int64 coordinates of a mask's elements, held twice; copies of int64 indices that
-    are not contiguous; and int64 copies of int32 indices, which are broadcast to the size of all indices first."""
+    """Workspace bytes of indexing: for each element of a mask an int64 coordinate per dimension, but at least two;
+    copies of int64 indices that are not contiguous; int64 copies of int32 indices, broadcast to the size of all."""
     indices = [spec for spec in call.argument(1, "indices") if spec is not None]
     masks = [spec for spec in indices if spec.dtype in MASKS]
     copied = sum(spec.numel * 8 for spec in indices if spec.dtype == torch.int64 and not spec.contiguous)
@@ -103,9 +103,9 @@ def by_counts(call: OpCall) -> int:
 
 
 def chunked_loss(call: OpCall) -> int:
-    """Workspace bytes of the chunked cross entropy: a chunk of logits in fp32 (with a further copy for a softcap, for
-    smoothing by class weights and for fp16's scale) and in 16 bits; the layer's weight in the dtype of its input; the
-    sums of its gradient in fp32; some numbers for each row."""
+    """Workspace bytes of the chunked cross entropy: a chunk of logits in fp32 (with one more copy each for a softcap,
+    for label smoothing with class weights and for fp16 inputs) and in 16 bits; the layer's weight in the dtype of its
+    input; the sums of its gradient in fp32; some numbers for each row."""
     hidden, weight = call.inputs[:2]
     tokens, width = hidden.size
     rows = min(tokens, call.argument(10) or chunk_rows(tokens, width))
@@ -120,10 +120,10 @@ def chunked_loss(call: OpCall) -> int:
 
 
 def linear_rows(call: OpCall) -> int:
-    """Upper bound on the workspace bytes of `memopt::linear_rows` or its backward. For a chunk of rows: in fp32 the
-    logits and all values that its program computes from them, each as large as the logits with up to 8 padded classes;
-    in the backward twice as many. Then each layer's weight in the dtype of its input, the sums of its gradient in fp32,
-    and copies of all operands and results."""
+    """Upper bound on the workspace bytes of `memopt::linear_rows` or its backward. For a chunk of rows in fp32: the
+    logits, with 8 more classes for each layer as padding, and as many bytes again for each value that the operator's
+    argument `program` computes from them; in the backward twice as many. Then each layer's weight in the dtype of its
+    input, the sums of its gradient in fp32, and copies of all operands and results."""
     backward = rule_name(call) == "linear_rows_backward"
     hidden, weights = call.args[backward : backward + 2]
     program, chunk = call.argument(6 + backward), call.argument(7 + backward)
@@ -146,7 +146,7 @@ def class_vectors(call: OpCall) -> int:
 
 def fp8_scales(call: OpCall) -> int:
     """Workspace bytes of the scales of an 8-bit tensor and of the values that they are computed from. There is one
-    scale for all elements, for each 128, or for each 32, where several steps round it to a power of two."""
+    scale for all elements, for each 128, or for each 32; the last kind is rounded to powers of two in several steps."""
     rounded = any(spec.dtype == E8M0 for spec in (*call.inputs, *call.outputs))
     return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 

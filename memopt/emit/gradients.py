@@ -212,10 +212,10 @@ def accumulate_in_place(
     """Insert an `AccumulateGradient` call for each parameter gradient, right after it is computed. Edits the graph.
 
     All keys and `own_memory` are positions among the backward's results. `inputs` gives for each the parameter whose
-    gradient it is, by position among the region's tensor inputs. Results in `steps` get a `_StepParameter` instead,
-    after all nodes that `steps` names: those that read the parameter, which has its new value from then on. Results in
-    `own_memory` share memory with no other result. `reached` gives functions that return False where the running
-    backward drops the gradient.
+    gradient it is, by position among the region's tensor inputs. Results in `steps` get a call that also steps the
+    parameter (`_StepParameter`), after the nodes that `steps` names: those that read the parameter's old value.
+    Results in `own_memory` share memory with no other result. `reached` gives functions that return False where the
+    running backward drops the gradient.
     """
     graph = backward.graph
     output = graph.output_node()

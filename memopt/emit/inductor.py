@@ -83,7 +83,7 @@ class _Halves:
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         """The forward and backward as planned, for inductor to compile. The joint graph that inductor passes, the
         planned one traced again, is not used."""
-        assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced another graph than was planned for"
+        assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced a graph other than the planned one"
         forward, backward = self.cut()
         self.handing = _Handing(backward)
         inputs = {node.name for node in forward.graph.find_nodes(op="placeholder")}
@@ -211,7 +211,7 @@ def hold_values(half: fx.GraphModule, inputs: Collection[str]) -> None:
     Edits the graph. `inputs` are the names of the region's inputs, which nothing frees.
 
     Inductor computes a value of few arguments in each kernel that reads it, and then holds the arguments until the last
-    of these kernels: for the sum of two gradients that another branch of the model reads late, both of them.
+    of these kernels: both gradients, say, whose sum another branch of the model reads late.
     """
     for node in values_to_hold(half.graph, inputs):
         with half.graph.inserting_after(node):

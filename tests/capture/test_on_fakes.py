@@ -52,5 +52,5 @@ def test_a_call_in_two_regions_runs_its_python_once_and_restores_the_model() -> 
 
 
 def test_a_forward_that_branches_on_values_cannot_be_captured_on_fakes() -> None:
-    with pytest.raises(CaptureError, match="running the forward beyond it on fake tensors failed"):
+    with pytest.raises(CaptureError, match="running the rest of the forward on fake tensors failed"):
         capture_on_fakes(Wide(looks=True).train(), ((torch.randn(8, 256),), {}), None, CPU, differentiate_all=False)
