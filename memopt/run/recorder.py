@@ -233,7 +233,7 @@ class Recorder:
         except ValueError:  # memopt's own, such as CaptureError
             raise
         except Exception as failure:  # an error of the model itself, reported as one of capture: no step has run yet
-            error = f"{reason}; running the forward beyond it failed: {in_brief_with_line(failure)}"
+            error = f"{reason}; running the rest of the forward failed: {in_brief_with_line(failure)}"
             raise CaptureError(cannot_capture(self.model, error)) from failure
 
     def capture_whole(self, call: Call) -> CapturedCall | None:

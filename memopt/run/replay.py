@@ -1,5 +1,5 @@
-"""What a backward meets at the outputs of a region: it notifies the forward, and runs a second forward for gradients
-that the plan does not compute."""
+"""What happens when a backward arrives at the outputs of a region: the forward is notified (`PendingForward`), and a
+second forward computes gradients that the plan does not compute."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Replay:
         it."""
         what = (
             "a hook, retain_grad() or torch.autograd.grad() reads the gradient of an output of shape "
-            f"{tuple(kind.shape)}, from which the model computes others, and the plan does not have that gradient"
+            f"{tuple(kind.shape)}, from which the model computes other outputs; the plan does not have that gradient"
         )
         self._check(what, "return that output alone and compute the others from it outside of the model")
         region = self.region

@@ -226,8 +226,8 @@ class PlansBySize:
         self.planning_seconds = seconds
 
     def refuse(self, ceiling: Sizes, refused: BudgetError) -> None:
-        """Store that no plan fits sizes up to `ceiling`: later, a smaller call is planned for at most the largest sizes
-        seen."""
+        """Store the error `refused`: no plan fits sizes up to `ceiling`, so that a smaller call is planned for the
+        largest sizes seen or its own, not for these."""
         self._refused[ceiling] = without_frames(refused)
 
     def refusal(self, ceiling: Sizes) -> BudgetError | None:
