@@ -76,8 +76,9 @@ class CountedStep:
 
 
 def callers_code_bytes(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
-    """The bytes by which the caller's own code raises a step above its own peak: a loss outside of the model, as seen
-    or as guessed; or the outputs of the step before, of `kept_outputs` bytes, which stay alive during the forward."""
+    """The bytes by which the caller's own code raises the peak of a step above that of the model's forward and backward
+    alone: by a loss outside of the model, as seen or as guessed; or by the outputs of the step before, of
+    `kept_outputs` bytes, which stay alive during the forward."""
     seen = entry.until_backward(step.tangent_bytes)
     callers_code = LARGE_LOSS_OUTSIDE * step.tangent_bytes if seen is None else seen
     until_backward = step.held_bytes + step.tangent_bytes + callers_code

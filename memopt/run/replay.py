@@ -239,9 +239,10 @@ def hand_out(
     """Return a region's outputs to its caller, so that `forward` is notified when their backward begins.
 
     Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
-    model; if a gradient arrives at one, `replay` computes the gradients that follow from it. `feeds` is the result of
-    `feeding`: where the gradient of an inner output in it is read, `replay` computes the part that the captured
-    backward lacks. Without `replay`, neither is possible, nor a backward with `create_graph=True`.
+    model; if a gradient arrives at one, `replay` computes the gradients that follow from it. `feeds`, the result of
+    `feeding`, has the outputs from which others are computed: where the gradient of one of them is read, `replay`
+    computes the part that flows to it through the others, which the captured backward lacks. Without `replay`, neither
+    is possible, nor a backward with `create_graph=True`.
     """
     handed = list(outputs)
     handled = [

@@ -56,8 +56,8 @@ class SizeBounds:
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call, *, margin: float = MARGIN) -> Sizes:
-        """The sizes to plan for where a call exceeds all plans: the largest ones declared, else the largest seen, times
-        `margin` where sizes grow."""
+        """The sizes to plan for where a call exceeds those of all plans: the largest ones declared, else the largest
+        seen, times `margin` where sizes grow."""
         self.see(call)
         declared = self.declared(call) if region.changing else {}
         found = []
