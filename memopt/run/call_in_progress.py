@@ -34,7 +34,7 @@ class CallInProgress:
     most_between: Callable[[], float] = lambda: math.inf
     """Returns the bytes that code between the regions of a forward may hold while it is recorded."""
     may_end: bool = False
-    """Whether a forward that runs more operators than were counted may end, and begin once more."""
+    """Whether a forward that runs more operators than were counted may be ended by `LongerPath`, and begun again."""
 
     @property
     def closely(self) -> CallInProgress:
@@ -49,15 +49,15 @@ class CallInProgress:
     def fitting(
         self, make: Callable[[Situation, bool], Executable], known: Callable[[], Mapping[Situation, Executable]]
     ) -> Executable:
-        """The first plan, ready to run, that fits on the device now, of several situations tried in turn (guesses of
-        the bytes that other tensors take). `make` plans a situation, and raises `BudgetError` where no plan of it fits
-        the budget; if it is called with True, the error says what would help.
+        """The first plan, ready to run, that fits on the device now: several situations are tried in turn, which differ
+        in the bytes that other tensors are taken to hold. `make` plans a situation, and raises `BudgetError` where no
+        plan of it fits the budget; if its second argument is True, the error says what would help.
 
         `known` returns the existing plans for the sizes of the call. A fitting one is used although it was made for
         another situation, so that small changes on the device cause no new plan. Before a new one is made, the device
-        is searched for other tensors. Where none fits, the last plan made is returned if `make` refused no situation,
-        or if the plan fits provided that forwards which are still to come are freed before its backward. Otherwise the
-        last `BudgetError` is raised."""
+        is searched for other tensors. Where none fits, the last plan made is returned if `make` raised no error for any
+        situation, or if that plan fits once the forwards that are still to come have run their backwards before its
+        own. Otherwise `BudgetError` is raised."""
         made = make(self.situation, True)
         if self.moment.fits(made.plan, self.situation):
             return made

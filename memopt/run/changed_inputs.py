@@ -57,7 +57,7 @@ class WatchedInputs:
 
     def look(self) -> None:
         """To be called when the backward begins: records in the region which inputs were changed since the forward, so
-        that the backwards of later plans do not read them, and drops the region's plans if there are any."""
+        that the backwards of later plans do not read them; if any were, the region's plans are dropped."""
         changed = frozenset(number for number, (value, version) in self.watched.items() if value._version != version)
         self.watched.clear()  # the caller may free them now
         self.region.changed = changed | (self.region.changed or frozenset())

@@ -65,9 +65,9 @@ class CheckpointedCalls:
         return found
 
     def beyond(self, now: CallInProgress, plain: PlainCalls) -> Choice | None:
-        """How to run a refused call that may exceed its budget (`Ledger.goes_on`): with the choice of checkpoints that
-        holds least, or by `plain` where none can be counted. None for other calls, or where that cannot be counted
-        either."""
+        """How a refused call runs if it goes on beyond its budget (`Ledger.goes_on`): with the choice of checkpoints
+        that holds least among those whose step can be counted, else without checkpoints, by `plain`. None if the call
+        does not go on, or if its plain step cannot be counted either."""
         every = plain, *self._calls
         if Ledger.of(self.entry).goes_on(self.entry):
             for calls in reversed(every):
@@ -126,7 +126,7 @@ class CheckpointedCalls:
             return refused
         least = self._least(now, refused.smallest_bytes) or refused.smallest_bytes
         further = [
-            "its forward breaks into regions, and no plan can free what the code between them holds; the reason for "
+            "its forward breaks into regions, and no plan can free what eager code between them holds; the reason for "
             f"the break: {broken}"
         ]
         if least < refused.smallest_bytes:

@@ -55,8 +55,8 @@ class ControlPaths:
 
     @classmethod
     def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
-        """The paths of calls of one kind of which one call was captured: `captured`, the capture of `call`. `new`:
-        `call` runs right after its capture, on the same values."""
+        """The paths of calls of one kind, so far only `captured`, the capture of `call`. `new`: the next forward is
+        that of `call`, on the values with which it was captured (the field `new`)."""
         return cls([captured], LargestSizes.of(call), new=new)
 
     def move_to_front(self, path: CapturedCall) -> None:
@@ -79,9 +79,9 @@ class ControlPaths:
         self.calls = [both, *others][:_MOST]
 
     def separate(self) -> CapturedCall | None:
-        """Put the latest capture, which was merged into the first path (`calls[0]`), in front of it as a path of its
-        own: the merged path does not serve the call, since regions with equal operators can have different graphs for
-        other sizes. Returns the capture; None where nothing was merged into the first path."""
+        """Make the latest capture a path of its own, in front of the first path (`calls[0]`), into which it was merged:
+        the merged path does not serve the captured call, since regions with equal operators can have different graphs
+        for other sizes. Returns the capture; None where nothing was merged into the first path."""
         first = self.calls[0]
         if first not in self._joins or self._joins[first][1] is first:
             return None
@@ -184,8 +184,9 @@ class PlansOfPaths:
             self._plans[key] = planned
 
     def of(self, call: Call, first: Callable[[], CapturedCall]) -> ControlPaths:
-        """The paths of calls of the same kind as `call` that are at least as large. `first` captures the first call of
-        a kind; a call larger than all before it is captured, too, and added to the paths."""
+        """The paths of calls of the same kind as `call`, captured for sizes that cover its own. If there are no paths
+        yet, `first` captures the call; if the call is larger than all earlier ones, it is captured and added to
+        them."""
         paths = self.paths.get(self._kind(call))
         if paths is None:
             paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call, new=True)

@@ -86,7 +86,7 @@ class WaitingPlanned(Waiting):
 
     @abstractmethod
     def hidden_bytes(self) -> int:
-        """The bytes that it holds in tensors that a search of the device finds elsewhere."""
+        """The bytes that it holds in tensors which a search of the device counts as elsewhere, outside of the step."""
 
     @abstractmethod
     def held(self) -> list[torch.Tensor]:
@@ -369,9 +369,9 @@ class Entry:
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """Upper bounds in bytes of the steps by all recent plans and of the latest plain step; None before any. Where
-        gradients exist although no plan counted on that, the peaks include the largest gradient twice: it is computed
-        before it is added."""
+        """The most bytes of any step by a recent plan and of the latest plain step, field by field; None before any.
+        Where gradients exist although no plan counted on that, the peaks have room for the largest gradient a second
+        time: the backward computes it before it is added to `.grad`."""
         for number, (plan, needs) in list(self.plans.items()):
             if needs is None:
                 self.plans[number] = plan, StepBytes.of(plan)

@@ -1,4 +1,4 @@
-"""Plans that can be run, and the search for the planned run whose schedule a run of a region uses."""
+"""Plans that can be run, and the search within a plan for the schedule by which a region runs in this forward."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class Executable:
         return self.step.rewriting_of_regions
 
     def find(self, run: RegionRun, first: int, trace: Trace) -> _FoundRun | None:
-        """The first planned run, from number `first` on, of the same place and joint graph as `run`, a run of a region
-        in the current forward, so that its schedule serves; None where there is none, or where `run` has larger sizes
-        than were planned for.
+        """The first planned run, from number `first` on, whose schedule serves `run`, a run of a region in the current
+        forward: both have the same joint graph and the same place in the model's code (`RegionRun.place`). None where
+        there is none, or where `run` has larger sizes than were planned for.
 
         `trace` returns the joint graph of a region under a `Rewriting`. It is called where the region of `run` is not
         the planned one: where the plan was made on fake tensors, or the same code was captured again under other guards

@@ -47,6 +47,7 @@ class ForwardGroups:
 
     def held_after(self, plan: Plan) -> int:
         """The bytes that each further forward of a group is expected to hold, if the first one runs by `plan`: as many
-        as one held that ran after an equally large first one; else as many as the first."""
+        as the latest further forward held, if one that waited then held at least what `plan` holds; else no fewer than
+        `plan` holds."""
         after, before = self.beside_waiting or (plan.held_bytes, 0)
         return after if plan.held_bytes <= before else max(after, plan.held_bytes)

@@ -108,9 +108,9 @@ def home_device(parameter: nn.Parameter) -> torch.device:
 
 
 def device_to_move_to(model: nn.Module, options: Options, call: Call) -> torch.device | None:
-    """The device of the inputs of a call, where the model lies on the host as a whole, the inputs do not, and `allow`
-    lets frozen parameters stay on the host ("offload_parameters"). None for a model that is spread over ranks: FSDP2
-    has a way of its own to keep parameters on the host."""
+    """The device of a call's inputs, to which the model has to move: it lies on the host as a whole, the inputs do not,
+    and `allow` lets frozen parameters stay on the host ("offload_parameters"). Else None; also for a model that is
+    spread over ranks, since FSDP2 has a way of its own to keep parameters on the host."""
     if OFFLOAD_PARAMETERS not in options.levers:
         return None
     for parameter in model.parameters():
@@ -137,7 +137,8 @@ def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> 
 
 def move_to(model: nn.Module, device: torch.device) -> None:
     """Move a model that was built on the host to a device, as `model.to` does, but with its frozen parameters stored on
-    the host. Those in modules with a way of their own to move, as of quantised layers, move as well."""
+    the host. Only frozen parameters of modules that move in a way of their own, such as quantised layers, and those
+    that share memory go to the device too."""
     stay: dict[int, nn.Parameter] = {}
     _built_on_host[model] = True
     for module in model.modules():
@@ -164,8 +165,8 @@ def move_back(model: nn.Module) -> None:
 
 
 def with_inputs_there(model: nn.Module, call: Call) -> Call:
-    """A call with its tensors on the device of a model parameters of which are stored on the host: code that asks such
-    a model for its device, as `generate` does, puts tensors on the host."""
+    """The call with its tensors moved to the model's device, if the model has parameters that are stored on the host:
+    the caller may have put its tensors there, where such a model seems to be, as `generate` does."""
     if not _homes or not (there := _lying(model)):
         return call
     device = there[0][1].shell.device

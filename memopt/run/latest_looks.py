@@ -40,7 +40,7 @@ class LatestLooks:
         return max([level - rest for level, rest in self.levels])
 
     def limit(self, level: int) -> int:
-        """An upper bound on what a search would find outside of the step if `level` bytes are allocated besides those
-        that memopt accounts for. It assumes that no fewer of these bytes belong to the step than at the latest
-        searches."""
+        """An upper bound on what a search would find outside of the step now, when `level` bytes are allocated besides
+        those that memopt accounts for. At each of the latest searches, a part of such bytes belonged to the step: that
+        part is assumed to be no smaller now than the smallest of these."""
         return max(0, level - min([rest for _, rest in self.levels]))

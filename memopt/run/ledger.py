@@ -87,7 +87,7 @@ class Moment:
     """Bytes of the previous forward's outputs that the caller still holds when this one begins, as with `out =
     model(batch)` in a loop: they are freed only after this one returns."""
     hidden_bytes: int = 0
-    """The bytes of waiting forwards that a search of the device finds elsewhere."""
+    """The bytes of waiting forwards that a search of the device counts as elsewhere (`hidden_bytes` of each)."""
     closely: bool = False
     """Whether the device is searched however long that takes; no call is refused without that."""
 
@@ -193,8 +193,8 @@ class Moment:
         return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
 
     def left_before_state(self, plan: Plan) -> int:
-        """The bytes that other tensors may take until the optimizer makes its state: the memory that `plan` keeps for
-        the missing state (none on a GPU) and what is left of the budget, together at most the missing state."""
+        """The bytes that other tensors may take until the optimizer makes its state: what is left of the budget, plus
+        what `plan` keeps free for state that does not exist yet (0 on a GPU), but at most the bytes of that state."""
         elsewhere = self.elsewhere_beside(plan.account)
         room = plan.budget_bytes - self._alone(plan) - self.waiting_bytes - elsewhere
         missing = max(0, plan.account.optimizer_state - self.entry.found.state)  # as just found
@@ -210,10 +210,10 @@ class Moment:
         return beside - about - self.to_come_elsewhere >= enough
 
     def others_in_backward(self, gradients_held: bool) -> int:
-        """The bytes that the model holds beside this call's plan while the call's backward runs: what waiting forwards
-        saved and, if further forwards are to come before it, the gradients that their backwards leave. Else, with
-        `gradients_held` and forwards waiting, half of the gradients: one backward through all forwards sums them apart
-        from `.grad` until it ends."""
+        """The bytes that the model holds beside this call's plan while the call's backward runs. These are what waiting
+        forwards saved and, if further forwards are to come before that backward, the gradients that theirs leave. If
+        none are to come, but forwards wait and `gradients_held`, half of the gradients are added: one backward through
+        all forwards sums gradients outside of `.grad` until it ends."""
         if self.to_come:
             return self.waiting_bytes + self.gradients
         return self.waiting_bytes + (self.gradients // 2 if self.waiting and gradients_held else 0)
@@ -226,9 +226,9 @@ class Moment:
         return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
-        """The error of a refused call with the budget that works for larger calls too, which came before and may come
-        again; `refused` itself where that budget is no larger. `above` is the error of the larger calls; the growth of
-        tensors outside of the step since an earlier forward is added to its budget."""
+        """`refused`, the error of a call, with a budget that works for larger calls too, which came before and may come
+        again; unchanged where that budget is no larger. It is the budget of `above`, the error of the larger calls, and
+        the bytes by which tensors outside of the step took more at an earlier forward than now."""
         grown = max(0, self.entry.most_elsewhere - self.entry.found.other)
         smallest = above.smallest_bytes + grown + self.entry.notable_bytes  # growth too small for a search
         if smallest <= refused.smallest_bytes:
@@ -346,8 +346,8 @@ class Ledger(ModelsOnDevice):
         return looked.found.other + (0 if level is None else min(0, level - looked.level))
 
     def most_elsewhere(self, moment: Moment) -> int:
-        """The most bytes elsewhere that the latest searches at moments of the same `Moment.kind` found. A bound that
-        needs no search may be lower where garbage was freed since."""
+        """The most bytes elsewhere that the latest searches at moments of the same `Moment.kind` found. Where garbage
+        was freed since, `at_most` may return fewer."""
         _, looked = self._level(moment)
         return moment.entry.fixed_bytes or (0 if looked is None else looked.most)
 

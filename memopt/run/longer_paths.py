@@ -17,8 +17,8 @@ from memopt.training_state import ForwardState, contents_of, refill
 
 
 class LongerPath(BaseException):
-    """Raised where a forward has ended since it runs more operators than were counted; it is undone. Code of the model
-    that handles errors must not handle this one."""
+    """Ends a forward that runs more operators than were counted; the forward is undone. It is no `Exception`, so that
+    code of the model that handles errors does not catch it."""
 
 
 _looked: WeakSet[nn.Module] = WeakSet()
@@ -27,11 +27,11 @@ _looked: WeakSet[nn.Module] = WeakSet()
 
 @contextmanager
 def ends_beyond(model: nn.Module, call: Call, most_nodes: float) -> Iterator[None]:
-    """A context around a forward, which ends with `LongerPath` once it has made more than `most_nodes` autograd nodes.
-    That is seen before each of its modules runs, and at the end of the block.
+    """A context around a forward: once it has made more than `most_nodes` autograd nodes, it is undone and `LongerPath`
+    is raised. The nodes are counted before each of its modules runs, and at the end of the block.
 
-    A model's first forward in such a block does not end, and is looked at for parameters that it writes to; nor does
-    one that has written to a large buffer, which could not be undone."""
+    A model's first forward in such a block is never ended: it shows which parameters the forward writes to. Nor is one
+    that has written to a large buffer, which could not be undone."""
     if model not in _looked:
         with parameters_restored(model, restore=False):
             yield

@@ -45,8 +45,8 @@ class ModelsOnDevice:
 
     def lasting(self, entry: Entry) -> tuple[int, list[torch.Tensor]]:
         """The bytes of gradients and optimizer states that other optimised models hold or will hold from step to step,
-        without what they share with this model; and those of these tensors that exist now. Gradients of parameters
-        outside of all models that this model's optimizer steps are included."""
+        without what they share with this model; and a list of those of these tensors that exist now. Both include the
+        gradients of parameters that this model's optimizer steps although they belong to no model."""
         others, steppers = self.others_training(entry), [entry.optimizer]
         beside = () if entry.fixed_bytes is not None else entry.stepped_beside()
         if beside and others:
@@ -98,8 +98,9 @@ class ModelsOnDevice:
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
         """The bytes that steps of other models need, with nothing recomputed, between the forward and the backward of
-        this model; and, for models not called yet, the sum of their `breadth`s divided by this model's. Where it is
-        known which models run then (`knows`), only these count, and the second number is 0; else all do."""
+        this model; and, for models not called yet, whose bytes are unknown, the sum of their `breadth`s divided by this
+        model's. Where it is known which models run then (`knows`), only these count, and the second number is 0; else
+        all do."""
         if self.knows(entry):
             seen = frozenset().union(*entry.seen.meanwhile)
             return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0
@@ -116,9 +117,10 @@ class ModelsOnDevice:
         return max((other.peak_above_lasting(one.plan) - one.held_bytes for other, one in found), default=0)
 
     def goes_on(self, entry: Entry) -> bool:
-        """Whether a step of a model that exceeds its budget runs nevertheless, with a warning: in a training that has
-        begun, where forwards run more or fewer operators, or the loop differentiates gradients of any of the models, as
-        what such steps need is not known in the first one."""
+        """Whether a step of a model that exceeds its budget runs nevertheless, with a warning: if a parameter was
+        updated before (`Entry.stepped`), and forwards were seen to differ in their number of operators, or gradients of
+        any model on the device were differentiated (`create_graph=True`). The first step of such a loop does not show
+        what later ones need."""
         return entry.stepped and (entry.paths_vary or any(one.differentiated for one in self.entries))
 
     def _waiting(self) -> list[Waiting]:

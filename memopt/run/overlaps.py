@@ -96,7 +96,7 @@ def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room
 def breadth(model: nn.Module) -> float:
     """A number roughly proportional to the activations of a model, for guesses before its first forward: the sum of the
     widths of its layers; a layer without parameters counts as wide as the one before. Where there are convolutions, no
-    layer counts as wider than the widest of these: it has no such number of positions."""
+    layer counts as wider than the widest of them: a wider one, as in a classifier's head, runs at fewer positions."""
     widths, width, channels = [], 1.0, 0.0
     for module in model.modules():
         if next(module.children(), None) is None:

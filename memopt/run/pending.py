@@ -128,8 +128,9 @@ class PendingForward(WaitingPlanned):
         return outputs
 
     def note_made_between(self, result: Any) -> int:
-        """Record the tensors that eager code between the regions of this forward saved for its backward and returned as
-        `result`; the plan's account has a row for them. Returns their bytes, without outputs of regions."""
+        """Record the tensors that eager code between the regions of this forward made: those that it saved for its
+        backward, and those in `result`, which the call returns. The plan's account has a row for them. Returns their
+        bytes, without outputs of regions."""
         model = self.model()
         state = () if model is None else (*model.parameters(), *model.buffers())
         own = {one.address for one in (*weak_storages(state), *self.given)}
@@ -153,7 +154,8 @@ class PendingForward(WaitingPlanned):
         return [tensor for node in nodes for tensor in saved_by(node)]
 
     def hidden_bytes(self) -> int:
-        """The bytes that it holds in tensors of the caller's hooks, which a search of the device finds elsewhere."""
+        """The bytes that it holds in tensors made by the caller's hooks (`saved_tensors_hooks`), which a search of the
+        device counts as elsewhere, outside of the step."""
         return max(0, self.held_bytes - sum(one.nbytes for one in self.outputs)) if self.packed else 0
 
     def free_saved(self) -> int:
@@ -286,7 +288,7 @@ class PendingForward(WaitingPlanned):
             f"{size(self.entry.later_bytes)} appeared between the forward and its backward"
         )
         further = (
-            "the next forward is planned with them; to plan the first one so, give optimize "
+            "the next forward is planned with room for them; to plan the first one so, give optimize "
             f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}"
         )
         given = self.plan.budget_bytes, works, reason
@@ -373,7 +375,7 @@ class PendingForward(WaitingPlanned):
 
     def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
         """A budget in bytes, at least `needed`, with which the step fits with nothing recomputed: beside the other
-        forwards that wait (one, where none does now), and with gradients both held from before and newly computed.
+        forwards that wait (one like this, if none does), and with gradients both held from before and newly computed.
         With `retained`, the step is one that keeps its graph (`retain_graph=True`), and no further forward is
         assumed."""
         account, peak = self.plan.account, self._plain_peak(retained=retained)
@@ -481,9 +483,9 @@ def _hook() -> object:
 
 
 def to_follow(entry: Entry, appeared: int, backwards: int) -> int:
-    """The bytes that are expected to appear in later backwards through the forward whose backward runs, and in later
-    steps, if `appeared` bytes have before its latest one of `backwards`. The one after the second may be the last,
-    which frees more than appears before it."""
+    """The bytes outside of the step that are expected to appear in later backwards through the forward whose backward
+    begins now, and in later steps, if `appeared` bytes have so far. `backwards` is the number of its backwards, this
+    one included: after the second, no more are expected for a third, as that may be the last, which frees more."""
     if backwards < 2:
         return 0
     again = appeared // (backwards - 1) if keeps_graph() and backwards > 2 else 0
@@ -491,8 +493,9 @@ def to_follow(entry: Entry, appeared: int, backwards: int) -> int:
 
 
 def beside_gradients(entry: Entry) -> int:
-    """The bytes of the gradients that the running backward returns to the caller (`torch.autograd.grad`), who makes
-    those in `.grad` of them, which may still be there in the next step; 0 for a backward that accumulates."""
+    """The bytes of the `.grad`s that the caller makes from the gradients that the running backward returns
+    (`torch.autograd.grad`), and which may still exist in the next step; 0 for a backward that adds to `.grad`
+    itself."""
     trained = [one for one in entry.model.parameters() if one.requires_grad]
     return distinct_bytes(trained) if trained and fate_of_gradient(trained[0]) is Fate.RETURNED else 0
 

@@ -1,4 +1,5 @@
-"""Pipelines: the tensors that a rank's stages receive and hold, and a schedule's step, whose first call plans them.
+"""Pipelines: the tensors that a rank's stages receive and hold, and the step of a schedule: its first call plans the
+stages.
 
 Microbatches have one shape, so that everything is known before the first one is sent.
 """

@@ -171,8 +171,8 @@ class PlainCalls(PlainCounter):
         return goes_on
 
     def needed_bytes(self, now: CallInProgress, most_bytes: int) -> int | None:
-        """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later calls at whose
-        start gradients may exist; None where that is above `most_bytes` or is not known."""
+        """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later calls like it too,
+        before which gradients may exist; None where that is above `most_bytes` or is not known."""
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)
@@ -262,9 +262,9 @@ class PlainCalls(PlainCounter):
         self._kinds.clear()
 
     def run(self, now: CallInProgress, fitting: CountedStep) -> Any:
-        """Run the plain model, and register that its forward waits for its backward. Raises `LongerPath` where the
-        forward may end (`CallInProgress.may_end`), and runs so many operators that its step may not fit; such calls are
-        then counted again."""
+        """Run the plain model, and register that its forward waits for its backward. If the forward runs so
+        many operators that its step may not fit, calls like it are counted again later, and the forward is ended by
+        `LongerPath` where that is allowed (`CallInProgress.may_end`), else the first such forward causes a warning."""
         call, step = now.call, fitting.step
         if around := checkpoint_around():
             self._checkpoints.add(around[0])
@@ -341,15 +341,15 @@ class PlainCalls(PlainCounter):
         if not known:
             budget, name = size(self.planner.terms.options.budget_bytes), type(self.model).__name__
             warnings.warn(
-                f"a forward of {name} ran {made} differentiable operators, and one with {step.nodes} was counted: its "
-                f"step may exceed the budget of {budget}; later ones are counted before they run",
+                f"a forward of {name} ran {made} differentiable operators, but its step was counted with {step.nodes}, "
+                f"and so may exceed the budget of {budget}; later forwards are counted before they run",
                 stacklevel=2,
             )
 
     def runs_again(self) -> bool:
-        """Whether this call is the second run of a checkpoint of the caller's, in a backward, whose first run was
-        plain. It then runs plain too, since the checkpoint needs the same saved tensors; the counted step includes
-        them."""
+        """Whether this call is made in a backward, by the second run of a checkpoint of the caller
+        (`torch.utils.checkpoint`) whose first run called the plain model. It then runs plain too, since the checkpoint
+        needs the same saved tensors; the counted step includes them."""
         around = checkpoint_around()
         return around is not None and around[1] and around[0] in self._checkpoints
 
@@ -432,7 +432,10 @@ class PlainCalls(PlainCounter):
             needed = self.runs_from(fitting.call, situation, elsewhere_bytes + further, WORTH_NAMING * budget)
         if needed is None or needed - self.entry.notable_bytes <= budget:
             return
-        reason = f"{size(appeared)} that appeared between backwards through one forward, as gradients that are kept"
+        reason = (
+            f"{size(appeared)} of tensors that appeared between several backwards through one forward, such as "
+            "gradients that the caller keeps"
+        )
         refused = BudgetError(budget, needed, reason, least=False)
         if not self.entry.stepped:
             raise refused

@@ -57,7 +57,10 @@ class CountedStep:
     def reason(self) -> str:
         """Why the call runs plain, as a clause that begins with "since"."""
         if self.room_bytes < 0:
-            return f"since an error would end the training: its step needs {size(-self.room_bytes)} beyond the budget"
+            return (
+                "since a refusal would end the training, though its step needs "
+                f"{size(-self.room_bytes)} beyond the budget"
+            )
         return f"since its step fits the budget with {size(self.room_bytes)} to spare"
 
     def fits(self, moment: Moment, further: int = 0) -> bool:
@@ -73,8 +76,9 @@ class CountedStep:
 
 
 def callers_code_bytes(step: PlainStep, entry: Entry, kept_outputs: int) -> int:
-    """The bytes by which the caller's own code raises a step above its own peak: a loss outside of the model, as seen
-    or as guessed; or the outputs of the step before, of `kept_outputs` bytes, which stay alive during the forward."""
+    """The bytes by which the caller's own code raises the peak of a step above that of the model's forward and backward
+    alone: by a loss outside of the model, as seen or as guessed; or by the outputs of the step before, of
+    `kept_outputs` bytes, which stay alive during the forward."""
     seen = entry.until_backward(step.tangent_bytes)
     callers_code = LARGE_LOSS_OUTSIDE * step.tangent_bytes if seen is None else seen
     until_backward = step.held_bytes + step.tangent_bytes + callers_code
@@ -88,8 +92,8 @@ def bytes_beside(moment: Moment, account: Account) -> int:
 
 
 def graph_key(call: Call) -> Hashable:
-    """A key of the calls that a loop differentiates in one way: their tensors' dtypes, dimensions and
-    `requires_grad`."""
+    """A key of a call, equal for calls whose tensors have the same dtypes, numbers of dimensions and `requires_grad`: a
+    loop is assumed to keep the graphs of all these alike (`Retention`)."""
     return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors_in(call)])
 
 
@@ -124,7 +128,8 @@ class PlainCounter:
         return bool(fitting.step.graph.derived) and self.entry.stepped
 
     def note_graph(self, key: Hashable, graph: Retention) -> None:
-        """Record how backwards keep graphs: `kept` for all calls, `derived` for calls with this `graph_key`."""
+        """Record how backwards were seen to keep graphs: `graph.kept` is assumed for all calls from now on,
+        `graph.derived` only for calls whose `graph_key` is `key`."""
         self.entry.graph |= Retention(graph.kept)
         if graph.derived:
             self.graphs[key] = self.graphs.get(key, FREED) | graph
@@ -141,10 +146,10 @@ class PlainCounter:
         closely: bool = False,
         beside: Callable[[Account], int] = lambda account: 0,
     ) -> PlainStep | None:
-        """The step of a call, counted without its values; on its values where the code branches on them and no other
-        rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the budget:
-        the count stops as soon as that is clear. `closely` is as for `count_plain_step`; `beside` returns the bytes
-        outside of a step with an account: a count on values has to fit together with them.
+        """The step of a call, counted without its values; by a run on its values where the code branches on them and no
+        other rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the
+        budget: the count stops as soon as that is clear. `closely` is as for `count_plain_step`; `beside` returns the
+        bytes on the device outside of the step whose account it is given: a run on values has to fit beside them.
         """
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks, with the other ranks, which do not count

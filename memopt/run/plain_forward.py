@@ -70,7 +70,7 @@ class PlainForward(WaitingPlain):
         return freed
 
     def saved_bytes(self) -> int:
-        """The bytes that it would hold until its backward if that did not run it a second time."""
+        """The bytes that it would hold until its backward if none of its saved values were freed (`free_saved`)."""
         return self.held_bytes + self._freed_bytes
 
     def end(self) -> None:
@@ -91,8 +91,9 @@ class PlainForward(WaitingPlain):
     def before_backward(
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
-        """Called at each backward of the process. Raises `BudgetError` where a backward through this forward has
-        `create_graph=True`, or follows one that had, and exceeds the budget."""
+        """Called at each backward of the process; the arguments are those of `Watcher.before_backward`. Raises
+        `BudgetError` where a backward through this forward exceeds the budget that has `create_graph=True` or comes
+        after one that had. Returns no additions to gradients."""
         if (order or self.graph.derived) and passes_by(starts, WAITS, self):
             if order:
                 self.entry.differentiated = True
@@ -106,7 +107,7 @@ class PlainForward(WaitingPlain):
 
     def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Called after a backward with `create_graph=True`: the graph of its gradients keeps this object alive from now
-        on."""
+        on. `gradients` are those that it returned; None where it has added them to `.grad`."""
         if self._derives:
             self._derives = False
             found = [one.grad for one in self.entry.model.parameters()] if gradients is None else gradients

@@ -85,7 +85,8 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> Sizes:
 
 
 def grown(call: Call, kind: Kind) -> Iterator[Call]:
-    """The call at the sizes of the latest count, with a margin where its own are larger; nothing before any count."""
+    """Yields the call at larger sizes to count it for: those of the latest count, and its own with a margin where these
+    are larger (`Kind.growth`). Yields nothing before the first count."""
     if not kind.fitting:
         return
     tensors = list(tensors_in(call))

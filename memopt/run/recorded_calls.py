@@ -87,7 +87,7 @@ def recording(
     """A Dynamo backend that records each region and returns a stub for it, which calls `run_region` with the region and
     its inputs. The keyword arguments are those of `RecordedRegion.record`.
 
-    Dynamo's callback ends here: nothing is traced or planned before the compiled code runs for the first time."""
+    Nothing else is done within Dynamo's callback: the region is traced and planned when its stub is first called."""
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
@@ -296,8 +296,8 @@ class RecordedCalls:
             lacking = paths.lacking(planned.plan, pending.note_made_between(result))
             if lacking > 0 and not gathered and self.road.accumulation.exchange is None:  # other ranks would go on
                 raise HoldsMore(
-                    "code between the regions of the forward holds more than when it was captured, so that the step "
-                    f"exceeds the budget by {size(lacking)}; give a budget larger by that",
+                    "eager code between the regions of the forward holds more than when it was captured, so that the "
+                    f"step exceeds the budget by {size(lacking)}; give a budget larger by that",
                     lacking,
                 )
             return result
@@ -320,7 +320,7 @@ class RecordedCalls:
         if not region.differentiable:
             return region.graph_module(*inputs)
         forward = self._begun(region, inputs, self._in_progress) if self._in_progress else self._forward
-        assert forward is not None, "a region runs outside of any call"
+        assert forward is not None, "a region runs, but no call of its model is in progress"
         emitted = forward.planned.region or self._next(region, inputs, forward)
         if emitted is None:
             return region.graph_module(*inputs)
@@ -394,9 +394,9 @@ class RecordedCalls:
                 self.ran_unplanned = True
                 return None
             raise OtherPathTaken(
-                "the forward took another path than when it was planned, from the same inputs and random numbers, "
-                f"{'; '.join(planned.captured.notes[:1])}; mend the graph break, or add 'plain' to allow to run it "
-                "unplanned"
+                "the forward took another path than when it was planned, though it began again from the same inputs "
+                f"and random numbers (calls are {'; '.join(planned.captured.notes[:1])}); mend the graph break, or add "
+                "'plain' to allow to run it unplanned"
             )
         forward.runs = found.number + 1
         limits = planned.limits(found.number) if region.depends_on_data else {}

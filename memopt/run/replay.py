@@ -1,5 +1,5 @@
-"""What a backward meets at the outputs of a region: it notifies the forward, and runs a second forward for gradients
-that the plan does not compute."""
+"""What happens when a backward arrives at the outputs of a region: the forward is notified (`PendingForward`), and a
+second forward computes gradients that the plan does not compute."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Replay:
         it."""
         what = (
             "a hook, retain_grad() or torch.autograd.grad() reads the gradient of an output of shape "
-            f"{tuple(kind.shape)}, from which the model computes others, and the plan does not have that gradient"
+            f"{tuple(kind.shape)}, from which the model computes other outputs; the plan does not have that gradient"
         )
         self._check(what, "return that output alone and compute the others from it outside of the model")
         region = self.region
@@ -239,9 +239,10 @@ def hand_out(
     """Return a region's outputs to its caller, so that `forward` is notified when their backward begins.
 
     Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
-    model; if a gradient arrives at one, `replay` computes the gradients that follow from it. `feeds` is the result of
-    `feeding`: where the gradient of an inner output in it is read, `replay` computes the part that the captured
-    backward lacks. Without `replay`, neither is possible, nor a backward with `create_graph=True`.
+    model; if a gradient arrives at one, `replay` computes the gradients that follow from it. `feeds`, the result of
+    `feeding`, has the outputs from which others are computed: where the gradient of one of them is read, `replay`
+    computes the part that flows to it through the others, which the captured backward lacks. Without `replay`, neither
+    is possible, nor a backward with `create_graph=True`.
     """
     handed = list(outputs)
     handled = [

@@ -30,8 +30,9 @@ _CHANGED = (
 
 
 def held_with_second_run(held_bytes: int, outputs: Iterable[WeakStorage]) -> tuple[int, int]:
-    """The bytes that a forward with a second run in its backward holds until then, if `held_bytes` of its saved values
-    cannot be freed; and the bytes beyond its step that its backward needs."""
+    """The bytes that a forward holds until its backward, in which it runs a second time: the `held_bytes` of saved
+    values that cannot be freed, but at least those of its `outputs`; and the bytes that this backward needs beyond what
+    its step needs without a second run."""
     returned = sum(one.nbytes for one in outputs)
     return max(returned, held_bytes), max(1, 2 * returned)  # both runs' outputs, and their gradients
 

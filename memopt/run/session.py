@@ -187,9 +187,9 @@ class Session:
         return self._run(self.with_loss, (args, {}))
 
     def trains(self, call: Call = ((), {})) -> bool:
-        """Whether a call now is a training call: gradients are enabled, the model is in training mode or the gradient
-        of an input is to be computed, as for an adversarial example, and the model is not being exported, captured as a
-        part of another planned model, or transformed by torch.func, whose operators a plan does not have."""
+        """Whether a call made now is a training call: gradients are enabled; the model is in training mode, or an input
+        requires a gradient (as for an adversarial example); and the model is not being exported, captured as a part of
+        another planned model, or called within a transform of torch.func."""
         if not (torch.is_grad_enabled() and (self.model.training or _is_differentiated(call))):
             return False
         return not (is_exporting() or is_capturing() or in_transform())

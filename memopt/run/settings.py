@@ -59,7 +59,8 @@ class Settings:
 
     @property
     def have_schedule(self) -> bool:
-        """Whether a number among the settings changes so often that its value does not tell states apart."""
+        """Whether a setting that is a number changes so often, as a count of steps does, that of its value only whether
+        it is zero still makes a difference between states."""
         return any(changes > _MOST_CHANGES for changes in self._changes.values())
 
     @contextmanager

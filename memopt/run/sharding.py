@@ -164,7 +164,8 @@ class Keeping:
         return self.resharding.in_use
 
     def decide(self, planned: Planned) -> None:
-        """Decide which blocks the forward that begins now keeps gathered, the same on all ranks.
+        """Decide which blocks the forward that begins now keeps gathered, the same on all ranks. `planned` makes its
+        plan for the blocks that are set at the time (`Planned`).
 
         Raises on all ranks the `BudgetError` of a rank whose forward does not fit with all blocks freed."""
         if self.sharded.there:

@@ -226,10 +226,11 @@ class Share:
         return replace(counted, appears=True, later_bytes=later, spare_bytes=spare, kept_outputs=kept)
 
     def others_may_run(self, moment: Moment) -> bool:
-        """Whether forwards of other models may run before the backward of this one: before the first backward, if
-        models that are not optimised were on the device at the first call; later, if other optimised models train and
-        this one is called for the first or second time (a discriminator after the generator's step), or if further
-        parameters are on the device, as of a copy of the model that teaches it from now on."""
+        """Whether forwards of other models may run before the backward of this one, though none was seen to. Until the
+        model's first backward: if there are models on the device that are not optimised. Later: if other optimised
+        models train and fewer than two steps of this one are over (a discriminator after the generator's step), or if
+        parameters of models that are not optimised have been added on the device, as of a copy that teaches the model
+        from now on."""
         if self.entry.fixed_bytes is not None:
             return False
         if self.entry.seen.backward and self.entry.groups.done < 2 and moment.others_train:
@@ -467,6 +468,6 @@ _MOST_KINDS = 64
 _MORE_FORWARDS = 2
 """A budget that is named for several forwards has room for this many more, each by the plan that holds least."""
 _IN_GROUP = (
-    "the first forward was planned as the only one before its backward; from the next step on {0} are planned for; to "
-    "plan so from the first step on, give optimize forwards={0}"
+    "the first forward was planned as the only one before its backward; from the next step on {0} forwards are planned "
+    "for; to plan so from the first step on, give optimize forwards={0}"
 )

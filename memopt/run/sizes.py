@@ -56,8 +56,8 @@ class SizeBounds:
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call, *, margin: float = MARGIN) -> Sizes:
-        """The sizes to plan for where a call exceeds all plans: the largest ones declared, else the largest seen, times
-        `margin` where sizes grow."""
+        """The sizes to plan for where a call exceeds those of all plans: the largest ones declared, else the largest
+        seen, times `margin` where sizes grow."""
         self.see(call)
         declared = self.declared(call) if region.changing else {}
         found = []
@@ -226,8 +226,8 @@ class PlansBySize:
         self.planning_seconds = seconds
 
     def refuse(self, ceiling: Sizes, refused: BudgetError) -> None:
-        """Store that no plan fits sizes up to `ceiling`: later, a smaller call is planned for at most the largest sizes
-        seen."""
+        """Store the error `refused`: no plan fits sizes up to `ceiling`, so that a smaller call is planned for the
+        largest sizes seen or its own, not for these."""
         self._refused[ceiling] = without_frames(refused)
 
     def refusal(self, ceiling: Sizes) -> BudgetError | None:

@@ -62,10 +62,10 @@ class UntilBackward:
     def begin(
         cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int = 0
     ) -> None:
-        """Begin to observe when a forward returns `outputs`, which require gradients: those of a loss outside of the
-        model, or single numbers. `given` are the tensors of its
-        call; like outputs and parameters, they are counted elsewhere. `tangent_bytes`: the size of the gradients that
-        the backward of its plan begins with; 0 without a plan."""
+        """Begin to observe when a forward returns `outputs`, which require gradients; unless all of them are single
+        numbers, the loss is outside of the model. `given` are the tensors of the call; like outputs and parameters,
+        they are not counted here. `tangent_bytes`: the size of the gradients that the backward of its plan begins with;
+        0 without a plan."""
         cls.drop()
         cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
@@ -100,9 +100,9 @@ class UntilBackward:
     @classmethod
     def look(cls, roots: Sequence[Any]) -> None:
         """Called when a backward starts at `roots` (tensors or edges). If its autograd graph leads to the latest
-        forward, estimate from the graph the bytes that the caller's code holds between the two, where the loss is
-        outside of the model, and those of its gradients of the model's parameters, and record the most in the model's
-        entry (`Entry.meanwhile`, `given_bytes`)."""
+        forward, two figures of the caller's code between the two are estimated from the graph: the bytes that it holds,
+        where the loss is outside of the model (`Entry.meanwhile`), and the bytes of gradients that it gives the model's
+        parameters by itself (`Entry.given_bytes`). The model's entry keeps the largest of each."""
         seen = cls._running
         entry = None if seen is None else seen.entry()
         if seen is None or entry is None:
@@ -142,9 +142,9 @@ class UntilBackward:
 def held_bytes(
     roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()
 ) -> tuple[int, int]:
-    """An estimate of the most bytes on a device that these autograd nodes hold before the backward, and during it.
+    """Two estimates: the most bytes on a device that these autograd nodes hold before the backward, and during it.
     `nodes` are in the order in which the backward runs them; it starts at `roots`. Saved tensors count, except at the
-    addresses `counted`, and so do values or gradients that exist at the same time, except those of leaves."""
+    addresses `counted`; so do other values (before) or gradients (during) that exist beside them, but not of leaves."""
     saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
     readers: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -177,8 +177,8 @@ def leaves_of(nodes: Iterable[Any]) -> set[torch.Tensor]:
 
 
 def staying(guessed_bytes: int) -> int:
-    """How many of `guessed_bytes` may stay allocated until the end of the backward. These are the further bytes that a
-    loss outside of the model may need."""
+    """How many bytes may stay allocated until the end of the backward, of the `guessed_bytes` that a loss outside of
+    the model may need beyond the least guess (`LOSS_OUTSIDE`)."""
     return guessed_bytes // _STAYING
 
 
