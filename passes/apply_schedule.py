@@ -56,10 +56,10 @@ class ApplySchedule(Pass):
         super().requires(graph_module)
         nodes = {node.name: node for node in graph_module.graph.nodes}
         times = Counter(self.evaluations)
-        mend = "make the schedule from this graph"
+        mend = "make the schedule from the graph that the pass gets"
         for name in times:
             if name not in nodes:
-                raise VerifyError(name, "the graph has no such node", mend)
+                raise VerifyError(name, "the schedule names this node, which the graph does not have", mend)
         for node in nodes.values():
             if node.op == "call_function" and not is_pure(node):
                 if not times[node.name]:
@@ -156,7 +156,7 @@ class Rewriter:
 
     def newest(self, node: fx.Node) -> fx.Node:
         if node not in self.latest:
-            assert node.name not in self.planned, f"{node.name} is read before it is evaluated"
+            assert node.name not in self.planned, f"the schedule reads {node.name} before it evaluates it"
             args = tuple(self.bind(arg) for arg in node.args)
             kwargs = {key: self.bind(value) for key, value in node.kwargs.items()}
             name = f"{node.name}_again" if node in self.derived else node.name

@@ -58,7 +58,8 @@ class NoLayer(NoMatch):
 def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
     """Yields the calls of `log_softmax` and `logsumexp` from which a loss may be computed, if their input is logits.
 
-    Left out are calls in `taken`, which a match of a loss has already, and those that one of `TOKEN_LOSSES` reads.
+    Left out are calls in `taken`, which belong to a loss that was matched already, and those that torch's cross entropy
+    or `nll_loss` reads.
     """
     for node in graph.nodes:
         of_a_loss = any(op_name(user) in TOKEN_LOSSES for user in node.users)
