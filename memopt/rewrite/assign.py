@@ -129,7 +129,8 @@ class _Walk:
         if (rule := self.decider.rules.choose(node)) is not None:
             return Choice(rule[1], f"rule {rule[0]!r}", wished=True)
         if name in SATURATING and _leads_to_fp32(node):
-            return Choice(torch.float32, "its results, returned or read in fp32, would round to 1", wished=True)
+            reason = "its results, which are returned or read in fp32, would round to 1 in 16 bits where it saturates"
+            return Choice(torch.float32, reason, wished=True)
         if name in self.decider.sum_in_fp32 and self._state(operands[0]) is _State.LOW:
             return Choice(low, "its kernel computes in fp32 inside")
         if (
