@@ -26,7 +26,7 @@ BACKWARD = "must_be_in_backward"
 class ApplySchedule(Pass):
     """Runs the calls of a joint graph in the order of `evaluations`; a call that is named again is recomputed there.
 
-    `evaluations` holds the names of the nodes that make memory or have effects. All others (views, `getitem`s,
+    `evaluations` holds the names of the nodes that allocate memory or have side effects. All others (views, `getitem`s,
     constants) are made from the latest evaluation of what they read. The first `boundary` evaluations and the first
     `forward_outputs` results are the forward; every node is tagged as forward or backward in `meta["partitioner_tag"]`,
     as PyTorch does. A recomputed random operator draws from the generator's state at its first evaluation.

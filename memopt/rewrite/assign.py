@@ -60,8 +60,8 @@ class AssignPrecision:
     applies the plan that is returned.
 
     Operators on autocast's lists get 16 bits or fp32 as their list says, norms the dtype of their input. Elementwise
-    ones compute in 16 bits unless a full-size operand is fp32, or they saturate and a loss may read them;
-    so do sums that only attention's softmax reads, and that softmax. The residual stream, which starts at the
+    ones compute in 16 bits unless a full-size operand is fp32, or they saturate and a loss may read them. Sums that
+    only attention's softmax reads, and that softmax, compute in 16 bits. The residual stream, which starts at the
     embeddings, is summed in fp32. A cast to fp32 in the model widens a 16-bit value, and an fp32 value that was widened
     before becomes 16 bits again: in a model captured in fp32, `.to(input_dtype)` appears as `.to(float32)`. Unknown
     operators get operands in the dtype that they had before."""

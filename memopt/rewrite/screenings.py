@@ -59,7 +59,7 @@ class Screenings:
         differentiate_all: bool,
     ) -> None:
         """Runs the forward of a training call in fp32, without gradients, to record the ranges of its values, unless a
-        call that the same capture serves was run before, with autocast in the same state.
+        call of the same shapes, dtypes and other arguments was run before, with autocast in the same state.
 
         The forward runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may
         hold `room_bytes` (None: any) besides the model and the inputs. If it would hold more, if parameters or inputs

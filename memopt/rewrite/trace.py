@@ -41,8 +41,8 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
     """Call each decider, a function that chooses passes for a graph, with the graph that the passes before have made,
     and run the passes that it returns. Returns the graph after each pass, the decisions and their notes.
 
-    `needed` is the label of a decision that must have passes ("": none). Raises `NothingToRewrite` where it has none,
-    `ValueError` where no decision has that label, and `PassError` where a pass fails."""
+    `needed` is the label of a decision that must have chosen passes ("": none must). Raises `NothingToRewrite` where it
+    has none, `ValueError` where no decision has that label, and `PassError` where a pass fails."""
     stages, decisions = [graph.module], []
 
     def add_stage(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:

@@ -107,7 +107,7 @@ def _layer(node: Node) -> Linear:
     if not all(isinstance(size, int) for size in linear.weight.meta["val"].shape):
         raise NoMatch("the weight of the linear layer has symbolic sizes")
     if node.meta["val"].dim() < 1 or not node.meta["val"].is_floating_point():
-        raise NoMatch("the linear layer is not applied to floating-point rows")
+        raise NoMatch("the result of the linear layer is a scalar, or not floating-point")
     if linear.bias is not None and linear.bias.meta["val"].dim() != 1:
         raise NoMatch("the bias of the linear layer is not a vector with one number for each class")
     return linear
