@@ -32,7 +32,7 @@ class Way:
 
     @property
     def cost(self) -> tuple[bool, float]:
-        """A key that sorts the cheapest way first: whether its time was not estimated, and its seconds (then 0)."""
+        """A key that sorts the cheapest way first: whether its time was not estimated, and its seconds (0 if not)."""
         return self.added_seconds is None, self.added_seconds or 0.0
 
 

@@ -72,8 +72,8 @@ class PeakMeter:
 
     def held_bytes(self) -> int:
         """The bytes that are allocated now, for a meter of the CPU inside its block. In a backward, and where torch has
-        only kineto's profiler, allocations are not known before the block ends: the result is then the same as that of
-        the call before, or as at the entry of the block."""
+        only kineto's profiler, allocations are known only once the block has ended: the result is then that of the
+        previous call, or the bytes at the entry of the block."""
         assert self._events is not None
         self._now += sum(self._events.since_last() or ())
         return self._now

@@ -69,12 +69,13 @@ def samples_of(batch: Any) -> int:
     if not sizes:
         raise ValueError(
             "the batch has no tensor with a first dimension, so its number of samples is unknown; give tensors whose "
-            "first dimension is the batch, or a list of microbatches and TrainStep's count="
+            "first dimension is the batch, or give a list of microbatches, and TrainStep the option count="
         )
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"the tensors of the batch disagree in the first dimension ({_listed(sizes)}), so its number of samples is "
-            "unknown; give all of them the batch as first dimension, or a list of microbatches and TrainStep's count="
+            "unknown; give all of them the batch as first dimension, or give a list of microbatches, and TrainStep the "
+            "option count="
         )
     return next(iter(sizes.values()))
 

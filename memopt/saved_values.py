@@ -46,8 +46,9 @@ class SavedValues:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> SavedValues:
-        """Tensors at their present versions; each is given with a copy of its values, or None for no copy. Tensors made
-        in inference mode, which have no version, are left out: outside of it nothing can write to them."""
+        """The object for pairs of a tensor and a copy of its values (None: no copy), with the current version counter
+        of each tensor. Tensors made in inference mode, which have none, are left out: outside of that mode nothing can
+        write to them."""
         versioned = ((tensor, kept) for tensor, kept in tensors if not tensor.is_inference())
         return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in versioned]))
 

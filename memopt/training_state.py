@@ -41,7 +41,7 @@ def _device_of(model: nn.Module) -> torch.device:
 class Attributes:
     """The attributes of all modules of a model, so that they can be restored. Included are the elements of the modules'
     dicts, lists, queues and sets (parameters, buffers and hooks among them), and the states of random generators, also
-    of those outside of the model that a module's forward names.
+    of those outside of the model to which the code of a module's forward refers.
 
     Values that are written in place are not restored; for what `tensors` yields, `values_restored` does that."""
 

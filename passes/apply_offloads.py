@@ -60,10 +60,10 @@ class ApplyOffloads(ApplySchedule):
     def requires(self, graph_module: fx.GraphModule) -> None:
         super().requires(graph_module)
         nodes = {node.name: node for node in graph_module.graph.nodes}
-        mend = "make the schedule from this graph"
+        mend = "make the schedule from the graph that the pass gets"
         for stay in self.stays:
             if stay.value not in nodes:
-                raise VerifyError(stay.value, "the graph has no such node to offload", mend)
+                raise VerifyError(stay.value, "an offload names this node, which the graph does not have", mend)
             first = -1 if nodes[stay.value].op == "placeholder" else 0
             if not first <= stay.out_after < stay.freed_before <= stay.fetch_from <= stay.back_before:
                 problem = (

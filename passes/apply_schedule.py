@@ -26,7 +26,7 @@ BACKWARD = "must_be_in_backward"
 class ApplySchedule(Pass):
     """Runs the calls of a joint graph in the order of `evaluations`; a call that is named again is recomputed there.
 
-    `evaluations` holds the names of the nodes that make memory or have effects. All others (views, `getitem`s,
+    `evaluations` holds the names of the nodes that allocate memory or have side effects. All others (views, `getitem`s,
     constants) are made from the latest evaluation of what they read. The first `boundary` evaluations and the first
     `forward_outputs` results are the forward; every node is tagged as forward or backward in `meta["partitioner_tag"]`,
     as PyTorch does. A recomputed random operator draws from the generator's state at its first evaluation.
@@ -56,10 +56,10 @@ class ApplySchedule(Pass):
         super().requires(graph_module)
         nodes = {node.name: node for node in graph_module.graph.nodes}
         times = Counter(self.evaluations)
-        mend = "make the schedule from this graph"
+        mend = "make the schedule from the graph that the pass gets"
         for name in times:
             if name not in nodes:
-                raise VerifyError(name, "the graph has no such node", mend)
+                raise VerifyError(name, "the schedule names this node, which the graph does not have", mend)
         for node in nodes.values():
             if node.op == "call_function" and not is_pure(node):
                 if not times[node.name]:
@@ -156,7 +156,7 @@ class Rewriter:
 
     def newest(self, node: fx.Node) -> fx.Node:
         if node not in self.latest:
-            assert node.name not in self.planned, f"{node.name} is read before it is evaluated"
+            assert node.name not in self.planned, f"the schedule reads {node.name} before it evaluates it"
             args = tuple(self.bind(arg) for arg in node.args)
             kwargs = {key: self.bind(value) for key, value in node.kwargs.items()}
             name = f"{node.name}_again" if node in self.derived else node.name

@@ -1,4 +1,4 @@
-"""The form in which a joint graph is planned."""
+"""The pipeline of passes that brings every joint graph into one form before it is planned."""
 
 from passes.eliminate_dead_code import EliminateDeadCode
 from passes.forward_writes import ForwardWrites

@@ -147,14 +147,14 @@ class ChunkLoss(Pass):
                 elif match is not None:
                     _rewrite(match, options)
                 elif self.losses is not None:
-                    raise VerifyError(loss.name, reason, "name losses that find_losses returns without a reason")
+                    raise VerifyError(loss.name, reason, "name only losses that find_losses says can be rewritten")
         return graph_module
 
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
         graph = _rolled(graph_module).graph
         known = {loss.name: "" for loss in (*losses(graph), *row_seeds(graph, ()))}
-        mend = "name losses as find_losses does"
+        mend = "give names that find_losses returns"
         check_named(self.losses or (), known, "it is no cross entropy of this graph", mend)
 
 

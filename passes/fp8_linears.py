@@ -112,7 +112,7 @@ class Fp8Linears(RewritePattern[_Match]):
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
         reasons = {layer.name: layer.reason for layer in find_fp8_linears(graph_module, self.scaling)}
-        mend = "name layers that find_fp8_linears returns without a reason"
+        mend = "name only layers that find_fp8_linears says can be rewritten"
         check_named(self.linears, reasons, "it is no linear layer", mend)
 
     def match(self, node: Node) -> _Match | None:

@@ -21,9 +21,9 @@ class FreeFirst(Pass):
 
     At every call no more memory is held than at the same call without the pass, so that the peak does not rise whatever
     temporaries kernels need; for symbolic sizes, that is so for the values that they were captured with. Calls move
-    past pure calls only, within the forward or the backward (`meta["partitioner_tag"]`). Where `Reinplace` follows the
-    peak falls: the weight gradient of a layer frees the input that it reads before the gradient passed on is
-    overwritten.
+    past pure calls only, within the forward or the backward (`meta["partitioner_tag"]`). With `Reinplace` after it the
+    peak falls: a layer's weight gradient is computed, and the activation that it reads freed, before the gradient of
+    the layer's input is made and written over.
 
     Before:
         passed: f32[8, 16] = aten.mm(gradient, weight)

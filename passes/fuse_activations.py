@@ -89,8 +89,8 @@ class FuseActivations(Pass):
         super().requires(graph_module)
         if self.activations:
             reasons = {activation.name: activation.reason for activation in find_activations(graph_module)}
-            mend = "name activations that find_activations returns without a reason"
-            check_named(self.activations, reasons, "it is in no formula like GELU's", mend)
+            mend = "name only activations that find_activations says can be rewritten"
+            check_named(self.activations, reasons, "it is in no formula that looks like GELU or SiLU", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         match_one = partial(_match_activation, graph_module)

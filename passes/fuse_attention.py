@@ -51,8 +51,8 @@ class FuseAttention(Pass):
     def requires(self, graph_module: GraphModule) -> None:
         super().requires(graph_module)
         known = {softmax.name: "" for softmax in softmaxes(graph_module.graph)}
-        mend = "name attentions as find_attentions does"
-        check_named(self.attentions or (), known, "it is no softmax that weighs values", mend)
+        mend = "give names that find_attentions returns"
+        check_named(self.attentions or (), known, "it is no softmax whose result is multiplied with a matrix", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
@@ -62,7 +62,7 @@ class FuseAttention(Pass):
                 with on_stored_values(graph):
                     _Rewrite(match).apply()
             elif self.attentions is not None:
-                raise VerifyError(softmax.name, reason, "name softmaxes that find_attentions returns without a reason")
+                raise VerifyError(softmax.name, reason, "name softmaxes that find_attentions says can be rewritten")
         return graph_module
 
 

@@ -70,8 +70,8 @@ class FuseNorms(Pass):
         super().requires(graph_module)
         if self.norms:
             reasons = {norm.name: norm.reason for norm in find_norms(graph_module)}
-            mend = "name norms that find_norms returns without a reason"
-            check_named(self.norms, reasons, "it is no root that a norm divides by", mend)
+            mend = "name only norms that find_norms says can be rewritten"
+            check_named(self.norms, reasons, "it is no square root by which a norm divides", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph

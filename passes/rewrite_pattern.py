@@ -129,7 +129,7 @@ def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like:
 
 
 def check_unwritten(
-    values: Collection[Node], first: Node, last: Node, what: str = "what it is computed from before its end"
+    values: Collection[Node], first: Node, last: Node, what: str = "an input of the pattern before its last call"
 ) -> None:
     """Raises `NoMatch` where a call after `first`, up to `last`, writes to the memory of one of the values.
 

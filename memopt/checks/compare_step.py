@@ -181,8 +181,8 @@ def _exact(
     start.restore()
     needed, free = 2 * plain.run.peak_bytes, device_of(start.device).free_bytes(start.device)
     if reference == "auto" and (free is None or needed > free):
-        known = "it is not known how much is free" if free is None else f"{size(free)} are free"
-        found: Exact | str = f"float64 would hold {size(needed)} on {start.device}, and {known}"
+        known = "it is not known how much memory is free there" if free is None else f"{size(free)} are free"
+        found: Exact | str = f"a run in float64 would hold {size(needed)} on {start.device}, and {known}"
     else:
         found = float64_step(model, call, loss_fn, start.generators, plain.generators)
     if isinstance(found, Exact):
@@ -231,7 +231,7 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
     if comparison.bitwise or accuracies is None or not math.isfinite(comparison.plain.loss):
         return comparison
     planned = session_of(model)
-    assert planned is not None, "compare has asked for a planned model"
+    assert planned is not None, "memopt.compare has run the model, so it is an optimised one"
     plan = planned.latest
     limit = _limit(comparison, plan)
     wrong = wrong_gradients(accuracies.optimized, limit, SHARE if limit == ROUNDING else 1.0)
@@ -269,7 +269,7 @@ def _message(
     nearest = last_read(model, plan, wrong)
     if wrong:
         name, place = nearest or (max(wrong, key=lambda one: wrong[one]), "")
-        which = f" (of {len(wrong)} that differ the nearest to the loss{place})" if nearest else ""
+        which = f" (of the {len(wrong)} that differ, the one nearest to the loss{place})" if nearest else ""
         parts.append(f"the gradient of {name} by {wrong[name]:.1e}{which}")
     if buffers:
         parts.append(f"the buffers {', '.join(buffers[:3])}")

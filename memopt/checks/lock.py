@@ -153,10 +153,10 @@ class LockCheck:
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
-        """The lines of code that make the step hold more, in the order of the step: lines that allocate more bytes than
-        before, or are no longer under activation checkpoints. If there are none, those of which more bytes are alive
-        at the peak that is first in `grown`, or, if "added" is first, that are recomputed for longer; if there are none
-        of these either, those that compute more within kernels."""
+        """The lines of code because of which the first figure in `grown` grew, in the order of the step: those that
+        allocate more bytes than before, or are no longer under activation checkpoints. If there are none: those with
+        more bytes alive at that figure's peak (for "added": with a longer recomputation). If there are none of these
+        either: those that compute more bytes within kernels."""
         return tuple(_culprits(self.locked.rows, self.now.rows, self.grown[0])) if self.grown else ()
 
     def __str__(self) -> str:
@@ -170,9 +170,9 @@ class LockCheck:
         lines = [as_text(table)]
         if self.grown:
             named = self.culprits
-            lines += ["grown, in the order of the step:", *map(str, named[:_SHOWN])]
+            lines += ["lines of code that have grown, in the order of the step:", *map(str, named[:_SHOWN])]
             lines += [f"and {len(named) - _SHOWN} more lines"] * (len(named) > _SHOWN)
-            lines += ["changed since: " + (", ".join(self.changed) or "none of the locked files and versions")]
+            lines += ["changed since: " + (", ".join(self.changed) or "no file and no package version in the lock")]
         return "\n".join(lines)
 
 

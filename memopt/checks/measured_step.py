@@ -35,7 +35,8 @@ _MARK_ADDRESS, _MARK_BYTES = 1, (1 << 61) - 1
 
 
 def optimised(model: nn.Module) -> Session:
-    """The session of an optimised model in training mode. Raises `ValueError` for any other model."""
+    """The session of a model that `optimize` has changed: the object that plans and runs its training calls. Raises
+    `ValueError` for any other model, and for one that is not in training mode."""
     session = session_of(model)
     if session is None:
         raise ValueError(f"this {type(model).__name__} is not optimised; call memopt.optimize first")
@@ -61,8 +62,8 @@ def measured(
     scale: float = 1.0,
     context: Context = nullcontext,
 ) -> MeasuredStep:
-    """Run and measure a step from the state `start`, with the forward in the context that `context` makes and the loss
-    multiplied by `scale`.
+    """Run and measure a step from the state `start`: the forward, `call()`, in the context that `context` makes, and
+    the backward of its loss times `scale`.
 
     The bytes that `start` and the results of earlier steps (`beside`) hold are not part of the peak."""
     start.restore()
@@ -77,9 +78,9 @@ def measured(
 
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
-    """Run a step in which the model is planned and compiled; peak and seconds are not measured. If `low`, the 16-bit
-    dtype that it computes in, is fp16, the loss is scaled by 65,536; None is returned if gradients are not finite
-    then."""
+    """Run a step (the forward is `call()`) in which the model is planned and compiled; peak and seconds are not
+    measured. If `low`, the 16-bit dtype that it computes in, is fp16, the loss is scaled by 65,536; None is returned
+    if gradients are not finite then."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     step = _step(StepRun(train(call, scale), 0, 0.0, scale), start)
@@ -118,8 +119,8 @@ def autocast_step(
     low: torch.dtype | None,
     notes: list[str],
 ) -> MeasuredStep | None:
-    """A measured step of the plain model under autocast in `low`, the 16-bit dtype of the plan; None where that is
-    None, or where the model does not run under it; the reason is then added to `notes`."""
+    """A measured step of the plain model under autocast in `low`, the 16-bit dtype of the plan. None if `low` is None,
+    and if the model does not run under autocast, for which the reason is added to `notes`."""
     if low is None:
         return None
     try:

@@ -95,14 +95,14 @@ def cards(as_json: bool, debug: bool) -> None:
         )
         return
     right = ("memory GB", "GB/s", "TFLOPS fp32", "16 bits", "link GB/s")
-    title = "Cards: --device NAME; the default budget is the memory"
+    title = "Cards for --device; by default the budget is the card's memory"
     table = new_table(title, Column("name", no_wrap=True), right=right)
     for card in cards:
         half = max(card.flops.get("bfloat16", 0.0), card.flops.get("float16", 0.0))
         link = f"{card.link_bytes_per_second / 1e9:.4g}" if card.link_bytes_per_second else "–"
         rates = (f"{card.bytes_per_second / 1e9:,.0f}", f"{card.flops['float32'] / 1e12:.4g}", f"{half / 1e12:.5g}")
         table.add_row(card.name, f"{card.memory_bytes / GIB:.4g}", *rates, link)
-    show(table, "link: to the host's memory, each way. cpu: this machine's. --json says where the rates come from.")
+    show(table, "link: copies to or from the host's memory. cpu: this machine. --json says where the rates come from.")
 
 
 class _Subcommands(click.Group):

@@ -152,5 +152,5 @@ def no_model(name: str, types: Iterable[str]) -> UsageError:
 
 
 def squeezed(name: str) -> str:
-    """A name in small letters and digits."""
+    """A name in lower case without any other characters than letters and digits, to compare spellings."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -54,23 +54,23 @@ def _is_plan(path: Path) -> bool:
 def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
     """A report on what filled the card, as sentences and tables: its bytes by kind of memory, then by function and line
     of code; and what memopt would do about each kind. `path` is the file's, for the text."""
-    end = f"{size(history.allocated_bytes)} in blocks of {size(history.reserved_bytes)} reserved"
+    end = f"{size(history.allocated_bytes)} allocated of the {size(history.reserved_bytes)} that torch had reserved"
     if history.missing_bytes is not None:
-        end = f"an allocation of {size(history.missing_bytes)} failed, with {size(history.free_bytes)} free, and {end}"
+        end = f"an allocation of {size(history.missing_bytes)} failed, with {size(history.free_bytes)} free and {end}"
     whole = sum(history.rows.values()) or 1
     rows = new_table("What filled the card", "row", right=("bytes", "share"))
     for row, nbytes in history.rows.items():
         rows.add_row(row, size(nbytes), f"{nbytes / whole:.0%}")
     shown = history.held[:_LINES]
     headers = Column("function and line", overflow="fold", min_width=20), Column("row", overflow="fold")
-    title = f"The lines that allocated most of it ({len(shown)} of {len(history.held)})"
+    title = f"The lines of code that allocated most of it ({len(shown)} of {len(history.held)})"
     lines = new_table(title, *headers, right=("blocks", "bytes"))
     for one in shown:
         lines.add_row(one.place or "(no line outside of torch)", one.row, str(one.blocks), size(one.nbytes))
     advice = [f"{row}: {text}" for row, text in history.advice.items()]
-    plan = f"memopt plan MODEL --budget-gb GB, with your model for {path}, shows what that saves and costs"
+    plan = f"what that saves and costs: memopt plan MODEL --budget-gb GB, where MODEL is the model that {path} is of"
     return [
-        f"GPU {history.device}: at most {size(history.peak_bytes)} in blocks at once; at the end {end}",
+        f"GPU {history.device}: at most {size(history.peak_bytes)} allocated at once; at the end {end}",
         rows,
         lines,
         "What memopt would do about it",

@@ -43,7 +43,7 @@ def _failure(error: Exception) -> tuple[int, str]:
     if isinstance(error, CaptureError):
         from memopt.capture.dry_run import RUN_UNPLANNED
 
-        return FAILED, str(error).replace(RUN_UNPLANNED, "change the model there, or its inputs with --shape")
+        return FAILED, str(error).replace(RUN_UNPLANNED, "change the model at that line, or its inputs with --shape")
     if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)) and _raised_by_memopt(error):
         return BAD_USAGE, str(error)
     if isinstance(error, OSError) and error.filename is not None:

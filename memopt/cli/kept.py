@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Details:
-    """A plan, and what its tables, its diff and its page need of its graphs: plain data that is kept on disk."""
+    """A plan, and those facts about its graphs that its tables, its diff and its page show: plain data that is kept on
+    disk, without the graphs."""
 
     plan: Plan
     step: Step
@@ -61,7 +62,7 @@ class Details:
 
     @cached_property
     def graph(self) -> DiGraph:
-        """The plan's `told_graph`."""
+        """The joint graph with the facts about each operator that `memopt explain --op` shows (see `told_graph`)."""
         from networkx import DiGraph  # slow to import
 
         graph, (nodes, edges) = DiGraph(), json.loads(self.nodes)

@@ -79,7 +79,7 @@ def max_length(job: Job, multiple_of: int, at_most: int | None, max_added_time: 
 
     capped = "--at-most asks for no more"
     if at_most is None:
-        at_most, capped = most_positions(prepared.model), "its configuration has no more positions"
+        at_most, capped = most_positions(prepared.model), "its configuration allows no more positions"
     limits = {"multiple_of": multiple_of, "at_most": at_most, "max_added_time": max_added_time}
     _show_largest(job, prepared, "length", sized, memopt.max_length, limits, f"{capped}; more may fit")
 

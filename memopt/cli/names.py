@@ -105,7 +105,7 @@ def on_meta(build: Factory) -> tuple[nn.Module, Any]:
             model, inputs = build()
     except UsageError as error:
         model, inputs = build()
-        print(f"memopt: built on the CPU, since building without memory failed: {error}", file=sys.stderr)
+        print(f"memopt: model built on the CPU, since building it on 'meta' failed: {error}", file=sys.stderr)
     return model.to("meta").train(), inputs
 
 

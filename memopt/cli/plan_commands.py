@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from memopt.terminal import RenderableType
 
 _OPENED_BY = {
-    "snapshot": "pytorch.org/memory_viz opens it",
-    "trace": "ui.perfetto.dev and chrome://tracing open it",
-    "dot": "Graphviz (dot -Tsvg) and netron.app open it",
+    "snapshot": "pytorch.org/memory_viz opens this file",
+    "trace": "ui.perfetto.dev and chrome://tracing open this file",
+    "dot": "Graphviz (dot -Tsvg) and netron.app open this file",
 }
 
 

@@ -29,7 +29,8 @@ Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Stepping:
-    """The temporary bytes of stepping each parameter within the backward of a call in one region."""
+    """What it takes to step parameters one by one within the backward of a region: the temporary bytes of each step,
+    and which parameters are stepped at the end only."""
 
     temporaries: tuple[tuple[Kind, int], ...]
     """For each kind of parameter, the most bytes alive at once among those that its step makes and frees."""
@@ -39,8 +40,8 @@ class Stepping:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
-        """The `Stepping` for `parameters`, given each with its dtype and the temporary bytes of its step; of those of
-        equal shape, strides and dtype the largest number counts."""
+        """A `Stepping` from (parameter, its dtype in the step, temporary bytes of its step) for each parameter; of
+        several with equal shape, strides and dtype the largest number of bytes counts."""
         most: dict[Kind, int] = {}
         for parameter, dtype, nbytes in parameters:
             kind = tuple(parameter.shape), parameter.stride(), dtype
@@ -48,12 +49,12 @@ class Stepping:
         return cls(tuple(most.items()))
 
     def leaving(self, left: Iterable[int]) -> Stepping:
-        """A copy in which these inputs, too, given by their numbers, are stepped only at the end of the backward."""
+        """A copy by which the parameters that are the region's inputs number `left` are stepped at the end, too."""
         return replace(self, left=self.left | frozenset(left))
 
     def workspace_bytes(self, value: Any) -> int | None:
-        """Temporary bytes of stepping an input of the graph, given the input's fake tensor; None where no parameter has
-        its shape, strides and dtype."""
+        """The temporary bytes of stepping the parameter that an input of the graph is, given the input's fake tensor;
+        None if no parameter that is stepped has its shape, strides and dtype."""
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return None
         return dict(self.temporaries).get((tuple(value.shape), value.stride(), value.dtype))
@@ -94,7 +95,8 @@ def optimizer_step_price(
     """The bytes and seconds of stepping all trained `parameters` by the plain optimizer; their values are not read, so
     they may be on "meta".
 
-    Raises `ValueError` as `optimizer_account` does, and for an optimizer whose steps cannot be tried.
+    Raises `ValueError` for an unknown name, for LBFGS and SparseAdam, for an optimizer that cannot be made from the
+    parameters alone, and for one whose steps cannot be run on fake tensors.
     """
     if optimizer is None or not parameters:
         return NOTHING

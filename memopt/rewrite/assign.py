@@ -60,8 +60,8 @@ class AssignPrecision:
     applies the plan that is returned.
 
     Operators on autocast's lists get 16 bits or fp32 as their list says, norms the dtype of their input. Elementwise
-    ones compute in 16 bits unless a full-size operand is fp32, or they saturate and a loss may read them;
-    so do sums that only attention's softmax reads, and that softmax. The residual stream, which starts at the
+    ones compute in 16 bits unless a full-size operand is fp32, or they saturate and a loss may read them. Sums that
+    only attention's softmax reads, and that softmax, compute in 16 bits. The residual stream, which starts at the
     embeddings, is summed in fp32. A cast to fp32 in the model widens a 16-bit value, and an fp32 value that was widened
     before becomes 16 bits again: in a model captured in fp32, `.to(input_dtype)` appears as `.to(float32)`. Unknown
     operators get operands in the dtype that they had before."""
@@ -129,7 +129,8 @@ class _Walk:
         if (rule := self.decider.rules.choose(node)) is not None:
             return Choice(rule[1], f"rule {rule[0]!r}", wished=True)
         if name in SATURATING and _leads_to_fp32(node):
-            return Choice(torch.float32, "its results, returned or read in fp32, would round to 1", wished=True)
+            reason = "its results, which are returned or read in fp32, would round to 1 in 16 bits where it saturates"
+            return Choice(torch.float32, reason, wished=True)
         if name in self.decider.sum_in_fp32 and self._state(operands[0]) is _State.LOW:
             return Choice(low, "its kernel computes in fp32 inside")
         if (

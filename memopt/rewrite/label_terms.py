@@ -1,5 +1,5 @@
-"""The cost of choosing fp32 (label 0) or 16 bits (label 1) for the calls of a graph, as a sum over pairs of labels: a
-pair is paid where the first label is 0 and the second is 1."""
+"""The cost of choosing fp32 (label 0) or 16 bits (label 1) for the calls of a graph, as a sum over pairs of labels:
+the cost of a pair counts if its first label is 0 and its second is 1."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from passes.graphs.op_kinds import (
 
 
 class Amounts(NamedTuple):
-    """What a choice of dtypes costs, of one call or copy or summed over several: seconds of the step, bytes saved for
-    the backward, and error in squared unit roundoffs."""
+    """What a choice of dtypes costs, for one call or copy or as the sum over several: seconds of the step, bytes saved
+    for the backward, and the error in squared unit roundoffs."""
 
     seconds: float = 0.0
     nbytes: float = 0.0

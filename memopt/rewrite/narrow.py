@@ -70,11 +70,11 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
 
 
 def read_for_numbers(backward: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """The values of the forward that the `backward` nodes read on the way to the gradient of a single number, such as a
-    learned weight of the residual stream: through elementwise operators, views and norms.
+    """The values of the forward from which the `backward` nodes compute, by elementwise operators, views and norms, the
+    gradient of a parameter that is a single number, such as a learned weight of the residual stream.
 
-    That gradient is a sum over a whole activation, in which nearly all may cancel (a norm behind it leaves the scale of
-    its input without effect): rounding each summand by 2^-9 then makes a gradient of another size."""
+    That gradient is a sum over a whole activation whose terms may nearly cancel each other, as before a norm, which
+    makes the scale of its input irrelevant: rounding each term by 2^-9 could change the sum by more than its size."""
     pending = [node for node in backward if op_name(node) == "sum" and _sums_all(node)]
     seen, found = set(pending), set()
     while pending:
@@ -204,7 +204,7 @@ class DecideFp8:
             return Decision(Pipeline((), label=self.lever), notes=notes)
         by = self._scaling
         passes = Fp8Linears(frozenset(chosen), self.scaling, self.histories), EliminateDeadCode()
-        units = "" if self._quick else f"; {self.card.name} has no 8-bit units for this, and multiplies wider copies"
+        units = "" if self._quick else f"; {self.card.name} has no such 8-bit units and multiplies dequantised copies"
         done = (
             f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in {_SHORT[by.gradients]}, "
             f"{self.scaling} scaling{units}"
@@ -236,7 +236,7 @@ class DecideFp8:
     def _compared(self, layers: list[FoundLinear]) -> tuple[bool, str]:
         """Returns whether layers that read one value are slower in 8 bits, and a text with their times."""
         if not self._quick:
-            return False, "it saves half as many bytes"
+            return False, "in 8 bits it saves half as many bytes for the backward"
         wide = sum(_seconds(layer, "bfloat16", self.card) for layer in layers)
         rate = scaled_rate(self._scaling.values)
         narrow = sum(_seconds(layer, rate, self.card) for layer in layers)
@@ -295,8 +295,8 @@ def _is_embedding(layer: fx.Node) -> bool:
 
 
 def note_activations(graph: OperatorGraph) -> Decision:
-    """A decision about the operator graph without passes, with a note for the plan that operands are saved in 8 bits;
-    the passes that do so, for the joint graph, are those of `quantizing`."""
+    """A `Decision` that leaves the operator graph as it is, and adds a note to the plan that operands are saved in 8
+    bits. The passes that do so run on the joint graph; `quantizing` returns them."""
     note = f"{FP8_ACTIVATIONS}: activations and products save their operands for the backward in 8 bits"
     return Decision(Pipeline((), label=FP8_ACTIVATIONS), notes=(note,))
 

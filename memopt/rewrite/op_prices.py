@@ -26,7 +26,7 @@ from passes.graphs.op_kinds import CAST_FIRST_ONLY
 
 
 class Saved(Enum):
-    """What an operator saves of an operand or a result for its backward."""
+    """How an operator saves one of its operands, or its result, for its backward: not at all, in bf16, or whole."""
 
     NOTHING = 0
     ROUNDED = 1

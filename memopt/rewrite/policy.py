@@ -1,7 +1,8 @@
 """The option `precision`, and the plan of dtypes that is made from it.
 
-A policy stands for a dtype on a device, which need not be present; rules set the dtypes of operators, modules or nodes.
-The plan has a dtype and a reason for each operator.
+The value of the option is called a policy: a name such as "auto" or "bf16", from which the 16-bit dtype for a device
+follows, or a dict of rules that set the dtypes of operators, modules or nodes. The plan has a dtype and a reason for
+each operator.
 """
 
 from __future__ import annotations

@@ -188,9 +188,9 @@ def _because_of_results(node: fx.Node, ranges: Ranges) -> str:
     found = ranges.get(node.name, Range())
     largest = max(found.high, 0.0 if _masks(node) else -found.low)
     if largest > LARGEST / HEADROOM:
-        return f"reached {largest:.3g} on the sample batch, and fp16 ends at {LARGEST:.0f}"
+        return f"its values reached {largest:.3g} on the sample batch, and fp16 ends at {LARGEST:.0f}"
     if found.inside > LARGEST / HEADROOM:
-        return f"its scores may reach {found.inside:.3g} on the sample batch, and fp16 ends at {LARGEST:.0f}"
+        return f"its attention scores may reach {found.inside:.3g} on the sample batch, and fp16 ends at {LARGEST:.0f}"
     if found.lost > LOST_SHARE:
         return f"{found.lost:.0%} of its nonzero values on the sample batch are too small for fp16"
     return ""

@@ -27,7 +27,7 @@ from memopt.units import size
 from passes import format_graph
 from passes.graphs.graph_text import format_node
 
-NO_VALUES = "the model was planned without values"
+NO_VALUES = "the plan was made without running the model on real values"
 WITHIN = "all values are within range"
 
 
@@ -59,7 +59,7 @@ class Screenings:
         differentiate_all: bool,
     ) -> None:
         """Runs the forward of a training call in fp32, without gradients, to record the ranges of its values, unless a
-        call that the same capture serves was run before, with autocast in the same state.
+        call of the same shapes, dtypes and other arguments was run before, with autocast in the same state.
 
         The forward runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may
         hold `room_bytes` (None: any) besides the model and the inputs. If it would hold more, if parameters or inputs
@@ -104,7 +104,7 @@ class Screenings:
         if not ranges:
             return decide(()), f"fp16 was not screened on a sample batch, since {self._why_not}; values may overflow"
         kept = kept_out(graph.module, ranges, decide)
-        found = f"{len(kept)} ops have values beyond its range and stay in fp32" if kept else WITHIN
+        found = f"{len(kept)} ops have values beyond the range of fp16 and stay in fp32" if kept else WITHIN
         return decide(kept), f"fp16 was screened on a sample batch:{part} {found}"
 
     def _in_part(self, module: fx.GraphModule) -> Ranges:

@@ -38,11 +38,11 @@ _MOST_TRACES = 256
 
 
 def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
-    """Run the passes that the deciders return for a graph, one decider after the other. Returns the graph after each
-    pass, the decisions and their notes.
+    """Call each decider, a function that chooses passes for a graph, with the graph that the passes before have made,
+    and run the passes that it returns. Returns the graph after each pass, the decisions and their notes.
 
-    `needed` is the label of a decision that must have passes ("": none). Raises `NothingToRewrite` where it has none,
-    `ValueError` where no decision has that label, and `PassError` where a pass fails."""
+    `needed` is the label of a decision that must have chosen passes ("": none must). Raises `NothingToRewrite` where it
+    has none, `ValueError` where no decision has that label, and `PassError` where a pass fails."""
     stages, decisions = [graph.module], []
 
     def add_stage(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -56,7 +56,7 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
     if needed and all(decision.pipeline.label != needed for decision in decisions):
         raise ValueError(
             f"the lever {needed!r} has no pipeline of that label, by which memopt finds whether it changed anything; "
-            f"have its decider return Decision(Pipeline(passes, label={needed!r}))"
+            f"have its function that chooses the passes of a graph return Decision(Pipeline(passes, label={needed!r}))"
         )
     notes = (note for decision in decisions for note in decision.notes)
     return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
@@ -67,7 +67,7 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
     (`JointGraph.differentiated` is false).
 
     Raises `PassError` where a pass fails, `NothingToRewrite` where the decision `rewriting.needed` has no passes, and
-    `CaptureError` where `differentiate` does.
+    `CaptureError` where the region cannot be traced into a joint graph.
     """
     with region.modes.restored():
         operators = _rewritten_operators(region, rewriting)
@@ -83,7 +83,8 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
 def trace_call(
     captured: CapturedCall, rewriting: Rewriting, backend: str = "aten", traces: Traces | None = None
 ) -> tuple[JointGraph, ...]:
-    """The joint graphs of all runs of a call, each region traced once; runs without gradients are left out.
+    """A joint graph for each time that a region runs in a call, in that order; each region is traced once, and regions
+    without gradients are left out.
 
     `traces` is a cache of graphs traced before. Raises `CaptureError` where no gradient flows to any parameter,
     `NothingToRewrite` where the decision `rewriting.needed` has no passes in any region, and otherwise as `trace`.
@@ -108,8 +109,8 @@ class Traces:
         """By region and backend: its joint graph under each rewriting, of which there are as many as lever sets."""
 
     def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointGraph:
-        """The joint graph of a region under a rewriting, cached, for `backend` where the region can have it
-        (`backend_of`). Raises as `trace` does."""
+        """The joint graph of a region under a rewriting, from the cache or traced now; for "aten" in place of `backend`
+        if inductor cannot compile the region (`backend_of`). Raises as `trace` does."""
         backend = backend_of(region, backend)
         known = self._joints.get((region, backend)) or []
         for other, joint in known:

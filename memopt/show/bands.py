@@ -49,8 +49,8 @@ def band_of(row: str) -> str:
 
 
 def edges(memory: StepMemory) -> list[float]:
-    """The time at which each moment of the step begins, in seconds from the beginning of the step. The last two values
-    are the beginning of the optimizer's step, and its end in the drawing."""
+    """The seconds from the beginning of the step at which each of its moments (see `StepMemory`) begins. The last two
+    values are the beginning of the optimizer's step, and the end that it has in the drawing."""
     end = memory.seconds or 1.0
     return [*(one.start for one in memory.evaluations), end, end * (1 + _OPTIMIZER_SHARE)]
 
@@ -84,8 +84,8 @@ def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[i
 
 
 def heart(plan: Plan, step: Step | None) -> str:
-    """A plan as a piece of HTML for notebooks: headline, a bar for each of both peaks, and, where a `step` is given,
-    its memory over time."""
+    """A plan as a piece of HTML for notebooks: headline, a bar for the peak with nothing recomputed and one for the
+    planned peak, and, where a `step` is given, its memory over time."""
     used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
     used |= set(_found(step)) if step is not None else set()
     keys = "".join(f'<span><i style="background:{COLOURS[band]}"></i>{band}</span>' for band in COLOURS if band in used)

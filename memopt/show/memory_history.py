@@ -45,7 +45,7 @@ _ADVICE = {
     'allow=memopt.DEFAULT_LEVERS | {"optimizer_in_backward"}; every plan counts the temporaries of the backward',
     STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
     STEP: "with fused=True, optimizers such as AdamW need no temporaries for all parameters at once",
-    PARAMETERS: 'allow "bf16_parameters", which halves them, their gradients and the state',
+    PARAMETERS: 'allow "bf16_parameters", which halves parameters, gradients and optimizer state',
     BEFORE: "parameters and all else that was allocated before the recording: call "
     "torch.cuda.memory._record_memory_history() before the model is built to see them apart",
     _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer gaps; a plan counts those that are left",

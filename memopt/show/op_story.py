@@ -35,7 +35,7 @@ _CASTS = ("_to_copy", "convert_element_type", "to")
 
 
 def explain(plan: Plan, op: str | None) -> str:
-    """The text that `Plan.explain` returns."""
+    """The text of `Plan.explain`: about the largest values that the backward needs, or about the op named `op`."""
     if op is None:
         return as_text(headline(plan), bytes_table(plan), values_table(plan.networkx()), width=110)
     return as_text(*story_of(told_graph(plan), op, plan.hardware)[1], width=110)
@@ -77,9 +77,9 @@ def values_table(graph: DiGraph) -> Table:
 
 
 def story_of(graph: DiGraph, wanted: str, hardware: str) -> tuple[Any, list[Table]]:
-    """All that a `told_graph`, of a plan for `hardware`, tells of the op named `wanted`, as a dict for JSON and as
-    tables. If the name fits several, such as the ops of a module, the first is a list of dicts, and the tables show
-    that list and the op whose forward takes longest. Raises `ValueError` if the name fits none."""
+    """All that is known of the op named `wanted`, as a dict for JSON and as tables. `graph` is the result of
+    `told_graph` for a plan for `hardware`. If the name fits several ops, such as those of a module, there is a list of
+    dicts, and the tables show that list and the op whose forward takes longest. Raises `ValueError` if it fits none."""
     found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
     if not found:
         known = ", ".join(sorted({facts["module"] for _, facts in graph.nodes(data=True) if facts["module"]})[:8])
@@ -173,13 +173,15 @@ def _reasons(captured: TracedStep) -> list[_Reasons | None]:
 
 
 def why_dtype(reasons: _Reasons | None, facts: Mapping[str, Any], readers: Sequence[str]) -> str:
-    """Why an op has its dtype: the reason that the plan has for the operator that it comes from, by the `_reasons` of
-    its region; "" for a node that is no operator. `facts` are the op's attributes in `Plan.networkx`, `readers` the
-    names of the ops that read it."""
+    """Why an op of the joint graph has its dtype, in words; "" for a node that is no operator.
+
+    `reasons` has the plan's reasons for the operators of the op's region, by module and line of code (None: the plan
+    chooses no dtypes there). `facts` are the op's attributes in `Plan.networkx`, `readers` the names of the ops that
+    read it."""
     if not facts["operator"]:
         return ""
     if reasons is None:
-        return "that of the model's code: this plan chooses no dtypes"
+        return "the dtype of the model's code: this plan chooses no dtypes"
     namespace, *rest = facts["operator"].split(".")
     name = rest[0] if rest else namespace  # `addmm` for `aten.addmm.default`
     if name in _CASTS:
@@ -192,6 +194,6 @@ def why_dtype(reasons: _Reasons | None, facts: Mapping[str, Any], readers: Seque
     for operator, why in named or found:
         by_reason.setdefault(why, []).append(operator)
     if not by_reason:
-        return "that of its operands: no dtype was chosen for it"
+        return "the dtype of its operands: the plan chose none for this op"
     half = "the gradient of " if facts["half"] == "backward" else ""
     return half + "; ".join(f"{', '.join(dict.fromkeys(names))} in {why}" for why, names in by_reason.items())

@@ -141,7 +141,7 @@ def _offload_line(plan: Plan) -> str:
 def _hosted_line(plan: Plan) -> str:
     """A sentence about the frozen parameters that stay on the host, and the bytes of them that a step copies to the
     device."""
-    waits = f"; compute waits {duration(plan.stall_seconds)} for it" if plan.stall_seconds else ""
+    waits = f"; compute waits {duration(plan.stall_seconds)} for these copies" if plan.stall_seconds else ""
     return (
         f"on the host: {size(plan.hosted_bytes)} of frozen parameters, of which a step copies "
         f"{size(plan.brought_bytes)} to the device{'' if plan.moved_bytes else waits}"
@@ -240,8 +240,8 @@ def receipt_table(plan: Plan) -> Table:
 
 
 def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
-    """The rows, summed over submodules down to the deepest level at which at most `most` rows are left; with `runs`, at
-    most `most` runs of equal rows, as `alike` counts them."""
+    """The rows of modules down to the deepest level that has at most `most` of them, each with the rows of its
+    submodules below that level added. With `runs`, equal rows in a sequence count as one row (see `alike`)."""
     rows = list(rows)
     depth = max((row.path.count(".") for row in rows), default=0)
     while True:

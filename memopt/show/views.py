@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None, cards: Sequence[OnCard]) -> None:
-    """Write the page of `Plan.report`. The page of a plan without graphs shows the budget and `frontier` only."""
+    """Write the HTML page that `Plan.report` makes. That of a plan without graphs shows budget and `frontier` only."""
     if plan.source is None:
         write_page(path, page(plan, frontier=frontier))
     else:
@@ -36,17 +36,18 @@ def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None, cards: 
 
 
 def export(plan: Plan, path: Path, format: Format | None) -> None:
-    """Write the file of `Plan.export`, in `format` or in that of its name."""
+    """Write a plan's step to a file for another tool (`Plan.export`) in `format`, or in that of the name's ending."""
     write_export(path, format, lambda: step_of(plan), plan.networkx)
 
 
 def timeline(plan: Plan, path: str | Path | None) -> Figure:
-    """The figure of `Plan.plot_timeline`, also written to `path` if that is given."""
+    """The figure of a plan's memory over the step (`Plan.plot_timeline`), also written to `path` if that is given."""
     return _drawn(lambda: timeline_figure(plan, step_of(plan)), path)
 
 
 def treemap(plan: Plan, path: str | Path | None, *, planned: bool) -> Figure:
-    """The figure of `Plan.plot_treemap`, also written to `path` if that is given."""
+    """The figure of the bytes by module at the planned peak, or, without `planned`, at the peak with nothing recomputed
+    (`Plan.plot_treemap`), also written to `path` if that is given."""
     step = step_of(plan)
     return _drawn(lambda: treemap_figure(plan, step, step.planned if planned else step.plain), path)
 
@@ -61,10 +62,10 @@ def _drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
 
 
 def plan_diff(plan: Plan, step: PricedStep, *, order: bool) -> PlanDiff:
-    """The changes of a plan to the captured step: see `Plan.diff`."""
+    """What a plan changes in the captured step (`Plan.diff`); with `order`, also operators that only moved."""
     changes = [*pass_changes(step.traced), *schedule_changes(step.traced, step.problem, plan.regions, order=order)]
     for path, nbytes in plan.kept:
-        reason = "so that its backward gathers nothing"
+        reason = "so that the backward need not gather them again"
         changes.append(Change(KEPT, "parameters", path, "parameters", nbytes=nbytes, reason=reason))
     return diff_of(plan, tuple(changes), _modules(step.traced), lambda stage: plan.diff(stage, order=order))
 
@@ -81,13 +82,13 @@ def diff_between(
 ) -> PlanDiff:
     """The changes that only one of two plans makes, by the changes of each, with a title that names both; `of_stage` is
     as in `PlanDiff`."""
-    title = f"{plan.model} on {plan.hardware}: + only within {_budget(plan)}, - only within {_budget(other)}"
+    title = f"{plan.model} on {plan.hardware}: + changes only within {_budget(plan)}, - only within {_budget(other)}"
     modules = dict.fromkeys((*own.modules, *others.modules))
     return PlanDiff(title, between(others.changes, own.changes), tuple(modules), of_stage)
 
 
 def plans_diff(plan: Plan, step: PricedStep, other: Plan, others: PricedStep, *, order: bool) -> PlanDiff:
-    """The changes that only one of two plans makes: see `Plan.diff`."""
+    """The changes that only one of two plans makes (`Plan.diff`); with `order`, also operators that only moved."""
 
     def of_stage(stage: str) -> StageDiff:
         graphs = [one.graphs for one in (other, plan)]

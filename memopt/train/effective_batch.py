@@ -96,8 +96,8 @@ def count_of(batch: Any, model: nn.Module, count: Count | None, *, with_targets:
     if isinstance(batch, Mapping):
         if batch.get("num_items_in_batch") is not None:
             raise ValueError(
-                "the batch holds num_items_in_batch, so its loss is normalised twice; leave it out, or have count= "
-                "return 1 for every microbatch and divide by their number yourself"
+                "the batch holds num_items_in_batch, by which its model divides the loss, as TrainStep does; "
+                "leave it out, or have count= return 1 for every microbatch and divide by their number yourself"
             )
         if _is_labels(batch.get("shift_labels")):
             return _valid(batch["shift_labels"])

@@ -41,7 +41,7 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
         if isinstance(given, OptimizerInBackward):
             raise ValueError(
                 "OptimizerInBackward steps within the backward, before TrainStep could clip or skip: train in a loop "
-                "of your own (loss.backward(), optimizer.step()), or leave it out"
+                "of your own (loss.backward(), optimizer.step()), or leave that wrapper out"
             )
     known = {id(parameter) for parameter in model.parameters()}
     known |= {id(parameter) for parameter in loss_fn.parameters()} if isinstance(loss_fn, nn.Module) else set()
@@ -51,7 +51,7 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
         raise ValueError(
             f"{len(foreign)} of the {len(parameters)} parameters of the optimizers are not {type(model).__name__}'s, "
             f"the first of shape {tuple(foreign[0].shape)}; build the optimizer from model.parameters(), after "
-            "everything that replaces them"
+            "everything that replaces the model's parameters"
         )
     if len({id(parameter) for parameter in parameters}) < len(parameters):
         raise ValueError("a parameter is in two optimizers, which would both step it; give each parameter to one")
@@ -99,7 +99,7 @@ def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modul
         raise ValueError(
             f"the plan of this {type(unwrapped(model)).__name__} counts on {OPTIMIZER_IN_BACKWARD}, and TrainStep "
             "looks at all gradients before any is used: train in a loop of your own (loss.backward(), "
-            "optimizer.step()) with memopt.wrap_optimizer(model, optimizer), or leave it out of allow"
+            "optimizer.step()) with memopt.wrap_optimizer(model, optimizer), or leave that lever out of allow"
         )
     if chosen and not all(isinstance(optimizer, Parameterwise) for optimizer in optimizers):
         raise ValueError(

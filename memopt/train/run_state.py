@@ -34,7 +34,7 @@ class RunState:
     def __init__(self, step: TrainStep) -> None:
         if changed := next((one for one in step.optimizers if isinstance(one, Parameterwise)), None):
             raise ValueError(
-                f"the state of {type(changed).__name__} cannot be spread over ranks; save step.state_dict() and the "
+                f"the state of {type(changed).__name__} cannot be divided among ranks; save step.state_dict() and the "
                 "model's on each rank with torch.save, or leave the levers on the optimizer out"
             )
         self.step = step

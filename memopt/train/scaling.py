@@ -78,7 +78,7 @@ class StepResult:
 
     def __str__(self) -> str:
         if self.grad_norm is None:
-            return f"loss {self.loss:.4g}, the effective batch goes on"
+            return f"loss {self.loss:.4g}, the effective batch is not complete yet"
         done = "skipped" if self.skipped else "stepped"
         return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}, scale {self.scale:.6g}, {done}"
 

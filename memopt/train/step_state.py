@@ -177,7 +177,7 @@ def _check(step: _Stateful, state: StateDict) -> None:
     if state["effective_batch"]["calls"] and state["accumulate"] != step.accumulate:
         raise ValueError(
             f"the state is from within an effective batch of {state['accumulate']} calls, this TrainStep has "
-            f"accumulate={step.accumulate}; build it with accumulate={state['accumulate']}, or save after a whole one"
+            f"accumulate={step.accumulate}; build it with accumulate={state['accumulate']}, or save after its last call"
         )
     shapes = [None if gradient is None else gradient.shape for gradient in state["gradients"]]
     own_shapes = [parameter.shape for parameter in step.parameters]

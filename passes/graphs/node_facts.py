@@ -72,8 +72,8 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 
 def named_dims(given: Any, count: int) -> tuple[int, ...]:
-    """Returns the dimensions that the argument `given` of an operator names, counted from the front of `count`: one, or
-    several, or all where it names none."""
+    """Returns the dimensions that an operator's argument `dim`, given as `given`, means for a tensor of `count`
+    dimensions, as numbers from 0: one, several, or all for None and for []."""
     if given is None or given == []:
         return tuple(range(count))
     return tuple(dim % count for dim in (given if isinstance(given, (list, tuple)) else (given,)))
@@ -214,7 +214,8 @@ def sources_of(node: fx.Node) -> list[fx.Node]:
 
 
 def argument_kind(argument: Any) -> Hashable:
-    """As `argument_key`, but with one key for all nodes, and one for all symbolic sizes with the same expression."""
+    """Returns a hashable key for a node's argument as `argument_key` does, but the same for all nodes, and the same for
+    all symbolic sizes with the same expression."""
     if isinstance(argument, fx.Node):
         return fx.Node
     if isinstance(argument, (tuple, list)):

@@ -246,7 +246,7 @@ def known_targets() -> tuple[Any, ...]:
 
 
 def out_of_place(target: Any) -> Any:
-    """Returns the operator whose `out=` variant `target` is, as `inplace_variants` yields it; None for any other."""
+    """Returns the operator of which `target`, yielded by `inplace_variants`, is the `out=` variant; None for others."""
     return _OF_OUT.get(target)
 
 

@@ -100,7 +100,7 @@ def named_nodes(graph: Graph, names: Sequence[str]) -> list[Node]:
     nodes = {node.name: node for node in graph.nodes}
     for name in names:
         if name not in nodes:
-            raise VerifyError(name, "there is no such node", "name values of the graph that is rewritten")
+            raise VerifyError(name, "there is no such node", "give names of nodes in the graph that the pass rewrites")
     return [nodes[name] for name in names]
 
 
@@ -122,7 +122,7 @@ def check_structure(graph: Graph) -> None:
 def check_signature(before: GraphModule, after: GraphModule) -> None:
     """Raises `VerifyError` unless both graphs take the same inputs and return as many values of the same types."""
     old, new = ([str(node.target) for node in module.graph.find_nodes(op="placeholder")] for module in (before, after))
-    mend = "restore them, or say keeps_signature = False in the pass"
+    mend = "restore inputs and outputs, or set keeps_signature = False in the pass"
     if old != new:
         raise VerifyError(None, f"the inputs changed from {old} to {new}", mend)
     old_outputs, new_outputs = (module.graph.output_node() for module in (before, after))
@@ -213,7 +213,7 @@ def _run(graph_module: GraphModule, node: Node) -> Any:
         return held(argument) if stored is _MISSING and argument.op == "get_attr" else stored
 
     if node.op == "call_module":
-        raise VerifyError(node.name, "it calls a module", "trace the model down to operators")
+        raise VerifyError(node.name, "it calls a module", "trace through the module, so that the graph calls operators")
     args, kwargs = map_arg((node.args, node.kwargs), value)
     if isinstance(node.target, OPERATOR_OVERLOAD) and node.is_impure(impure_random=False):
         # An in-place operator may change its argument's sizes: give it a view of the stored value.
@@ -237,7 +237,7 @@ def _difference(stored: Any, actual: Any) -> str:
     """Returns the difference between the stored and the actual result in words; "" if they agree."""
     if isinstance(stored, (tuple, list)) and isinstance(actual, (tuple, list)):
         if len(stored) != len(actual):
-            return f"it says {len(stored)} outputs, its operator returns {len(actual)}"
+            return f"meta['val'] says {len(stored)} outputs, its operator returns {len(actual)}"
         found = (_difference(*pair) for pair in zip(stored, actual, strict=True))
         return next((f"output {index}: {difference}" for index, difference in enumerate(found) if difference), "")
     if isinstance(stored, torch.Tensor) and isinstance(actual, torch.Tensor):
@@ -245,16 +245,18 @@ def _difference(stored: Any, actual: Any) -> str:
             one, other = getattr(stored, what), getattr(actual, what)
             if one != other:
                 says, returns = (format_dtype(kind) if what == "dtype" else kind for kind in (one, other))
-                return f"it says {what} {says}, its operator returns {returns}"
+                return f"meta['val'] says {what} {says}, its operator returns {returns}"
         if not _same_numbers(tuple(stored.shape), tuple(actual.shape)):
-            return f"it says shape {list(stored.shape)}, its operator returns {list(actual.shape)}"
+            return f"meta['val'] says shape {list(stored.shape)}, its operator returns {list(actual.shape)}"
         if stored.layout == torch.strided and not _same_strides(stored, actual):
-            return f"it says stride {list(stored.stride())}, its operator returns {list(actual.stride())}"
+            return f"meta['val'] says stride {list(stored.stride())}, its operator returns {list(actual.stride())}"
         return ""
     if _is_number(stored) and _is_number(actual):
-        return "" if _same_numbers((stored,), (actual,)) else f"it says {stored}, its operator returns {actual}"
+        return (
+            "" if _same_numbers((stored,), (actual,)) else f"meta['val'] says {stored}, its operator returns {actual}"
+        )
     if type(stored) is not type(actual):
-        return f"it says {format_value(stored)}, its operator returns {format_value(actual)}"
+        return f"meta['val'] says {format_value(stored)}, its operator returns {format_value(actual)}"
     return ""
 
 

@@ -91,9 +91,10 @@ def why_not(
     The operands have the tiles `a_tile` and `b_tile` and the 8-bit dtypes `a` and `b`. Each of the three products sums
     over another of the three sizes."""
     if a == b == E5M2:
-        return "e5m2 by e5m2 has no kernel"
+        return "no kernel multiplies e5m2 values by e5m2 values"
     if (a_tile, b_tile) not in _KERNELS:
-        return f"no kernel multiplies values scaled in tiles of {a_tile or 'all'} by {b_tile or 'all'}"
+        one, other = (tile or "the whole matrix" for tile in (a_tile, b_tile))
+        return f"no kernel multiplies values scaled in tiles of {one} by {other}"
     multiple = max(alignment(a_tile), alignment(b_tile))
     for size, what in ((rows, "rows"), (inner, "columns of its input"), (columns, "columns of its result")):
         if not isinstance(size, int):

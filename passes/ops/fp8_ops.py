@@ -1,4 +1,4 @@
-"""The operators of 8-bit layers: `memopt::fp8_quantize`, `fp8_dequantize`, `fp8_matmul`, and `fp8_linear` of them.
+"""The operators of 8-bit layers: `memopt::fp8_quantize`, `fp8_dequantize`, `fp8_matmul`, and `fp8_linear` from these.
 
 `fp8_linear` is one node of an operator graph and is decomposed where it is differentiated: its input is quantised once,
 and what the backward reads of it is that copy. Layers that read one value share the copy, since equal calls of
@@ -88,8 +88,8 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("memopt::fp8_dequantize", mutates_args=())
 def fp8_dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the quantised matrix `narrow`, [rows, columns], multiplied with `scale`, whose shape says for which tile
-    each of its elements is (`tile_of`), in `dtype`."""
+    """Returns the quantised matrix `narrow`, [rows, columns], multiplied with its scales, in `dtype`. From the shape of
+    `scale` follows the tile that each of its elements scales (`tile_of`)."""
     return dequantize(narrow, scale, dtype)
 
 
@@ -103,7 +103,8 @@ def fp8_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Returns `a @ b + bias` of quantised matrices in `dtype` (see `scaled_matmul`)."""
+    """Returns `a @ b + bias` in `dtype` for quantised matrices and their scales; `turn_a` and `turn_b` transpose the
+    matrices first (see `scaled_matmul`)."""
     return scaled_matmul(a, a_scale, b, b_scale, bias, turn_a, turn_b, dtype)
 
 

@@ -88,7 +88,7 @@ def _added(node: Node) -> tuple[Node, list[ScoreStep]]:
 
     Raises `NoMatch` if neither operand comes from Q Kᵀ.
     """
-    mismatch = NoMatch(f"{node.name} adds no tensor to scores")
+    mismatch = NoMatch(f"{node.name} does not add a tensor to the attention scores")
     for scores, mask in (node.args[1::-1], node.args[:2]):
         if not (isinstance(scores, Node) and isinstance(mask, Node)):
             continue
@@ -226,7 +226,7 @@ def _check(match: AttentionMatch) -> None:
         raise NoMatch("the attention mask has more elements than the scores")
     # The fused operator reads all inputs where V is read.
     check_unwritten(
-        (match.query, match.key, *masks), match.scores, match.result, "an input of the attention before its end"
+        (match.query, match.key, *masks), match.scores, match.result, "an input of the attention before its last call"
     )
 
 

@@ -29,8 +29,8 @@ class Unknown(Exception):
 
 
 class Reader:
-    """Called with a node, returns the polynomial of the `given` nodes that it computes; `inner` lists the calls that it
-    has read so far."""
+    """Called with a node, returns the polynomial by which its value is computed from the `given` nodes; `inner` lists
+    the calls that were read so far."""
 
     def __init__(self, graph_module: GraphModule, given: Mapping[Node, Polynomial]) -> None:
         self.module, self.given = graph_module, given

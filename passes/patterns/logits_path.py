@@ -191,8 +191,8 @@ def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node
 
 
 def replace_class_size(reader: Node, value: torch.Tensor, class_dim: int) -> bool:
-    """Replaces a call that reads the number of classes of a value by that number. Returns False, and changes nothing,
-    for a call that reads another of its sizes."""
+    """If the call `reader` returns the size of `value` in its dimension of classes, replaces it by that number.
+    Otherwise, for a call that returns another size, changes nothing and returns False."""
     dim: Any = reader.args[1]
     if dim % value.dim() != class_dim:
         return False

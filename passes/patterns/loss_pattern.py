@@ -223,7 +223,7 @@ def _check_shapes(match: LossMatch) -> None:
     if top.class_dim != top.node.meta["val"].dim() - 1:
         raise NoMatch(f"the classes of the loss are not the last dimension of the logits {top.node.name}")
     if not hidden.is_floating_point() or hidden.dim() < 1:
-        raise NoMatch("the linear layer is not applied to floating-point rows")
+        raise NoMatch("the input of the linear layer is a scalar, or not floating-point")
     bias = match.bias
     classes = weight.shape[1 if match.linear.transposed else 0]
     if bias is not None and tuple(bias.meta["val"].shape) != (classes,):

@@ -58,7 +58,8 @@ class NoLayer(NoMatch):
 def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
     """Yields the calls of `log_softmax` and `logsumexp` from which a loss may be computed, if their input is logits.
 
-    Left out are calls in `taken`, which a match of a loss has already, and those that one of `TOKEN_LOSSES` reads.
+    Left out are calls in `taken`, which belong to a loss that was matched already, and those that torch's cross entropy
+    or `nll_loss` reads.
     """
     for node in graph.nodes:
         of_a_loss = any(op_name(user) in TOKEN_LOSSES for user in node.users)
@@ -106,7 +107,7 @@ def _layer(node: Node) -> Linear:
     if not all(isinstance(size, int) for size in linear.weight.meta["val"].shape):
         raise NoMatch("the weight of the linear layer has symbolic sizes")
     if node.meta["val"].dim() < 1 or not node.meta["val"].is_floating_point():
-        raise NoMatch("the linear layer is not applied to floating-point rows")
+        raise NoMatch("the result of the linear layer is a scalar, or not floating-point")
     if linear.bias is not None and linear.bias.meta["val"].dim() != 1:
         raise NoMatch("the bias of the linear layer is not a vector with one number for each class")
     return linear

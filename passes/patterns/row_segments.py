@@ -1,8 +1,8 @@
 """Finds segments of a graph whose operators treat rows apart, so that they can run on a part of the rows at a time.
 
-A segment grows along the graph's order from one call, and from a dimension of one of its operands. It ends in front of
-a call that reads one of its values and mixes rows, such as a convolution, in front of attention, and where later calls
-read only one of its values, which is no larger than its inputs, such as a residual stream.
+A segment starts with one call and a dimension of its operands, whose indices are the rows, and grows along the graph's
+order. It ends in front of a call that reads one of its values and mixes rows, such as a convolution, in front of
+attention, and where later calls read only one of its values, no larger than its inputs, such as a residual stream.
 
 Each call of attention is a segment of its own, whose rows are heads: its backward sums gradients in temporary memory of
 the size of all its heads.

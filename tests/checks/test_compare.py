@@ -295,7 +295,7 @@ def test_where_float64_does_not_do(batch: Batch, monkeypatch: pytest.MonkeyPatch
         memopt.compare(model, batch, reference="fp64")
     monkeypatch.setattr("memopt.device.cpu._available", lambda: 1000)
     found = memopt.compare(model, batch)
-    assert "float64 would hold" in found.notes[0]
+    assert "a run in float64 would hold" in found.notes[0]
     assert "1000 B are free" in found.notes[0]
     assert memopt.compare(model, batch, reference="fp32").notes == ()
 

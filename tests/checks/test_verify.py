@@ -60,7 +60,7 @@ def test_wrong_gradients_stop_the_run(batch: Batch, monkeypatch: pytest.MonkeyPa
     step = memopt.TrainStep(model, torch.optim.AdamW(model.parameters()), verify_every=10)
     with pytest.raises(
         memopt.GradientMismatchError,
-        match=r"gradient of blocks\.2\.0\.\w+ by .*of \d+ that differ.*test_compare",
+        match=r"gradient of blocks\.2\.0\.\w+ by .*of the \d+ that differ.*test_compare",
     ):
         step(batch)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -74,7 +74,7 @@ def test_the_reason_for_a_dtype(op: str, dtype: str, reason: str, capsys: pytest
 def test_the_reason_for_a_dtype_that_nobody_chose(capsys: pytest.CaptureFixture[str]) -> None:
     told = story("addmm", [*EXACT, "--budget-gb", "1"], capsys)
     assert told["value"].split()[0] == "float32"
-    assert told["why_dtype"] == "that of the model's code: this plan chooses no dtypes"
+    assert told["why_dtype"] == "the dtype of the model's code: this plan chooses no dtypes"
 
 
 def test_the_reason_for_a_cast(capsys: pytest.CaptureFixture[str]) -> None:

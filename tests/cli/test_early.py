@@ -102,7 +102,7 @@ def test_the_longest_sequence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         "input_ids": (4, 96),
         "labels": (4, 96),
     }
-    assert "a length of 96 fits within 1 GB, and its configuration has no more positions" in printed
+    assert "a length of 96 fits within 1 GB, and its configuration allows no more positions" in printed
     assert main([*arguments, "--at-most", "200"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "the largest length within 1 GB is 96 (input_ids=4x96:int64, labels=4x96:int64)" in printed

@@ -140,7 +140,7 @@ def test_any_stays_give_equal_numbers(model: Callable[[], Captured], seed: int) 
 
 
 def test_refusals() -> None:
-    with pytest.raises(PassError, match="node gelu: the graph has no such node to offload; make the schedule from"):
+    with pytest.raises(PassError, match="node gelu: an offload names this node, which the graph does not have; make"):
         offloaded(HostStay("gelu", 2, 3, 4, 4))
     with pytest.raises(PassError, match=r"node relu: .* must be copied to the host, freed and fetched in this order"):
         offloaded(HostStay("relu", 2, 2, 4, 4))

@@ -192,7 +192,7 @@ def test_any_repetition_gives_equal_numbers(model: Callable[[], Captured], seed:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(PassError, match="node gelu: the graph has no such node; make the schedule from this graph"):
+    with pytest.raises(PassError, match="node gelu: the schedule names this node, which the graph does not have; make"):
         scheduled("addmm gelu sum_1")
 
 

@@ -74,7 +74,7 @@ def test_returned_probabilities_are_left_alone() -> None:
 def test_a_named_attention_that_cannot_be_is_refused() -> None:
     with pytest.raises(PassError, match="returned as well"):
         FuseAttention(attentions=frozenset({"softmax"}))(sketch(returned=True))
-    with pytest.raises(PassError, match="no softmax that weighs"):
+    with pytest.raises(PassError, match="no softmax whose result is multiplied"):
         FuseAttention(attentions=frozenset({"mul"}))(sketch())
 
 
@@ -209,7 +209,7 @@ def written_to(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, padded: Tensor) ->
 
 LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     "read too": (read_too, "softmax is read by matmul_1, amax as well"),
-    "written to": (written_to, "zero_ writes to an input of the attention before its end"),
+    "written to": (written_to, "zero_ writes to an input of the attention before its last call"),
     "softmax of the queries": (
         lambda q, k, v, seen, padded: (scores(q, k).softmax(-2) @ v).sum(),
         "the softmax of attention is not over the keys",

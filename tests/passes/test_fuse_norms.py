@@ -49,7 +49,7 @@ def test_a_part_that_is_returned() -> None:
 def test_a_named_norm_that_cannot_be_is_refused() -> None:
     with pytest.raises(PassError, match="returned as well"):
         FuseNorms(norms=frozenset({"rsqrt"}))(sketch(returned=True))
-    with pytest.raises(PassError, match="it is no root that a norm divides by"):
+    with pytest.raises(PassError, match="it is no square root by which a norm divides"):
         FuseNorms(norms=frozenset({"sub"}))(sketch())
     assert not diff_graphs(sketch(), FuseNorms(norms=frozenset())(sketch()))
 
@@ -209,7 +209,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
         ),
         ["eps is added to the standard deviation, not to the variance"],
     ),
-    "written to": (written_to, ["add_ writes to what it is computed from before its end"]),
+    "written to": (written_to, ["add_ writes to an input of the pattern before its last call"]),
     "transposed": (
         lambda x, w, b: original(x.transpose(0, 1), w, b).transpose(0, 1),
         ["the result of the norm is not contiguous"],

@@ -114,9 +114,11 @@ def test_the_check_after_the_pass_names_pass_node_and_mend() -> None:
     assert_expected_inline(
         "\n".join(messages),
         """\
-ReluTwice: node relu_default: it says dtype bf16, its operator returns f32; set meta["val"] to what the operator returns
-ReluTwice: node relu_default: it says shape [5], its operator returns [4]; set meta["val"] to what the operator returns
-ReluTwice: node output: 1 outputs became 0; restore them, or say keeps_signature = False in the pass""",
+ReluTwice: node relu_default: meta['val'] says dtype bf16, its operator returns f32; \
+set meta["val"] to what the operator returns
+ReluTwice: node relu_default: meta['val'] says shape [5], its operator returns [4]; \
+set meta["val"] to what the operator returns
+ReluTwice: node output: 1 outputs became 0; restore inputs and outputs, or set keeps_signature = False in the pass""",
     )
 
 

@@ -187,7 +187,7 @@ def test_small_ones_are_not() -> None:
 def test_all_are_where_memory_asks_and_there_are_no_units() -> None:
     for decide in (DecideFp8(CPU), DecideFp8(hardware("a100-80")), DecideFp8(H100, scaling="mx")):
         assert len(rewritten(decide, attention(rows=64, width=64))) == 4
-    assert "cpu has no 8-bit units for this, and multiplies wider copies" in notes(
+    assert "cpu has no such 8-bit units and multiplies dequantised copies" in notes(
         DecideFp8(CPU), attention(rows=64, width=64)
     )
 

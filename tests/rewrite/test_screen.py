@@ -125,9 +125,10 @@ def test_an_overflow_stays_out_and_the_step_is_finite(breaks: bool) -> None:
     assert reasons
     assert all("second" in reason or "dropout" in reason or "batch_norm" in reason for reason in reasons)
     assert any(
-        "narrow" in reason and "fp32: reached" in reason and "fp16 ends at 65504" in reason for reason in reasons
+        "narrow" in reason and "fp32: its values reached" in reason and "fp16 ends at 65504" in reason
+        for reason in reasons
     )
-    assert f"{len(reasons)} ops have values beyond its range and stay in fp32" in " ".join(plan.notes)
+    assert f"{len(reasons)} ops have values beyond the range of fp16 and stay in fp32" in " ".join(plan.notes)
 
 
 def test_planned_ahead_and_again_it_is_the_same() -> None:
@@ -218,11 +219,11 @@ def test_without_room_for_it_nothing_is_run() -> None:
 def test_a_plan_without_values_and_the_step_after_it(fresh_plans: None) -> None:
     meta = {name: item.to("meta") for name, item in batch().items()}
     model = memopt.optimize(Net(), 1, example_inputs=meta, optimizer=None, precision="fp16")
-    assert any("the model was planned without values" in note for note in memopt.plan_of(model).notes)
+    assert any("made without running the model on real values" in note for note in memopt.plan_of(model).notes)
     train(model, batch())
     notes = memopt.plan_of(model).notes
     assert "fp16 was screened on a sample batch: all values are within range" in notes
-    assert not any("planned without values" in note for note in notes)
+    assert not any("without running the model on real values" in note for note in notes)
 
 
 def test_a_region_that_is_rewritten_otherwise_is_screened_in_part(fresh_plans: None) -> None:
@@ -235,7 +236,7 @@ def test_a_region_that_is_rewritten_otherwise_is_screened_in_part(fresh_plans: N
     head.update_arg(0, added)
     decision = decider_of(model)(OperatorGraph(module, frozenset()))
     assert any("was screened on a sample batch: in part" in note for note in decision.notes)
-    assert decision.reasons["linear_3"].startswith("fp32: reached")
+    assert decision.reasons["linear_3"].startswith("fp32: its values reached")
 
 
 @pytest.mark.slow
@@ -322,7 +323,7 @@ def test_masks_are_no_overflow_but_scores_are() -> None:
     mask = torch.ones(8, 8).triu(1)
     assert screened(attention(Sketch(), -3e38), *inputs, mask) == {}
     found = screened(attention(Sketch(), -3e38), inputs[0] * 1e3, inputs[1] * 1e3, inputs[2], mask)
-    assert found["matmul"].startswith("reached 4e+06 on the sample batch")
+    assert found["matmul"].startswith("its values reached 4e+06 on the sample batch")
 
 
 def test_scores_inside_of_a_kernel() -> None:
@@ -332,7 +333,7 @@ def test_scores_inside_of_a_kernel() -> None:
     inputs = [torch.ones(2, 8, 4) for _ in range(3)]
     assert screened(module, *inputs) == {}
     (reason,) = screened(module, inputs[0] * 400, inputs[1] * 400, inputs[2]).values()
-    assert reason == "its scores may reach 3.2e+05 on the sample batch, and fp16 ends at 65504"
+    assert reason == "its attention scores may reach 3.2e+05 on the sample batch, and fp16 ends at 65504"
 
 
 def test_an_operand_that_overflows_and_one_that_underflows() -> None:
@@ -352,4 +353,4 @@ def test_what_is_written_in_place_is_mended_where_it_is_made() -> None:
     made = sketch.call(aten.linear.default, x, weight)
     module = sketch.returns(sketch.call(aten.mul_.Tensor, made, 1e5))
     found = screened(module, torch.ones(4, 8), torch.ones(8, 8))
-    assert found == {"linear": f"reached 8e+05 on the sample batch, and fp16 ends at {LARGEST:.0f}"}
+    assert found == {"linear": f"its values reached 8e+05 on the sample batch, and fp16 ends at {LARGEST:.0f}"}

@@ -168,5 +168,5 @@ def test_a_state_of_a_run_that_was_built_otherwise_is_refused() -> None:
 def test_an_optimizer_that_levers_changed_is_refused() -> None:
     model = MAKERS["GPT-2"]().train()
     step = TrainStep(model, LowBitOptimizer(torch.optim.AdamW(model.parameters())))
-    with pytest.raises(ValueError, match="the state of LowBitOptimizer cannot be spread over ranks"):
+    with pytest.raises(ValueError, match="the state of LowBitOptimizer cannot be divided among ranks"):
         RunState(step)

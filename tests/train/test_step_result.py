@@ -14,7 +14,7 @@ LOSS, SCALE, NORM = torch.tensor(1.25), torch.tensor(1024.0), torch.tensor(0.5)
 @pytest.mark.parametrize(
     ("result", "flags", "text"),
     [
-        (StepResult(LOSS, SCALE), (False, False, False), "loss 1.25, the effective batch goes on"),
+        (StepResult(LOSS, SCALE), (False, False, False), "loss 1.25, the effective batch is not complete yet"),
         (
             StepResult(LOSS, SCALE, NORM, _Verdict(False)),
             (True, True, False),
