@@ -130,8 +130,8 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The bytes of the allocator's blocks that forward and backward do not make, in the order of allocation, and the
-    blocks that exist when a replay begins."""
+    """The bytes of each block that is allocated outside of forward and backward, as for parameters and optimizer state,
+    in the order of allocation; and the blocks that exist when a replay begins."""
 
     resident: tuple[int, ...]
     """Allocated before the first step, and never freed."""

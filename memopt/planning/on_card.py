@@ -52,7 +52,7 @@ def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     by replaying its allocations. On the CPU both are 0.
 
     An allocator on a full card returns free segments, so a process with exactly the resulting peak as its memory
-    completes its steps: a `BudgetError` names this budget. The replay need not pass with every larger one."""
+    completes its steps: a `BudgetError` names this budget. With some larger budgets the replay may still fail."""
     bare = without_allocator(account)
     if not account.caching:
         return bare

@@ -196,8 +196,8 @@ class Refit(Generic[Made]):
             self.again = self.again and self.lowering_bytes < left
 
     def take_smallest(self, smallest_bytes: int) -> bool:
-        """Make the next round compile the plan with the smallest peak, `smallest_bytes` before compilation. Returns
-        False, and changes nothing, where that is above the budget."""
+        """Make the next round compile the plan with the smallest peak, which is `smallest_bytes` before compilation.
+        Returns False, and changes nothing, where that is above the budget."""
         if smallest_bytes > self.budget_bytes:
             return False
         self._took_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes

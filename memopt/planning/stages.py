@@ -112,8 +112,8 @@ class Traced:
     @property
     def callers_code(self) -> tuple[int, int]:
         """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and, for a
-        guess, how many more a plan leaves free as far as the budget allows. Both are 0 where the situation has a number
-        of bytes for it (`Situation.meanwhile`)."""
+        guess, how many more a plan leaves free as far as the budget allows. Both are 0 where the situation itself
+        says how many bytes that code allocates (`Situation.meanwhile`)."""
         if self.recorded.situation.meanwhile is not None:
             return 0, 0
         return self.recorded.planner.accounts.beside.until_backward(self.step.tangent_bytes)

@@ -68,7 +68,8 @@ class Situation:
 
     @property
     def alone(self) -> Situation:
-        """The situation without what lies beside the step, equal for situations that differ in these bytes alone."""
+        """A copy without what lies in memory beside the step: other forwards, what the caller's code takes, and what
+        else is on the device. Situations that differ in these alone have equal copies."""
         return replace(self, other_forwards=0, to_come=0, meanwhile=None, elsewhere=None)
 
 

@@ -27,7 +27,7 @@ def test_both_are_fused() -> None:
     after = decision.pipeline(graph.module)
     calls = [str(node.target) for node in after.graph.nodes if node.op == "call_function"]
     assert calls == ["aten.gelu.default", "aten.layer_norm.default"]
-    assert decision.notes == ("fused_ops: 1 activations and 1 norms; equal but for rounding",)
+    assert decision.notes == ("fused_ops: 1 activations and 1 norms run as one kernel each; equal but for rounding",)
     assert set(decision.reasons.values()) == {"fused"}
 
 
