@@ -1,4 +1,4 @@
-"""Copies of optimizers over stand-ins without memory, with all of their attributes."""
+"""Copies of optimizers with all of their attributes, whose parameters are stand-ins without memory."""
 
 from __future__ import annotations
 

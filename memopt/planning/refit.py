@@ -1,4 +1,5 @@
-"""Corrects a plan's peak once its graphs are compiled, and finds the bytes that the next plan must leave for it."""
+"""Corrects a plan's peak once its graphs are compiled, and finds how many bytes the next plan must
+leave free for what compiled code holds beyond it."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class ChainCosts(NamedTuple):
 
 @native
 def row(s: int, t: int) -> int:
-    """The row of the table for blocks s … t."""
+    """The number of the table's row for blocks s … t."""
     return t * (t + 1) // 2 + s
 
 
@@ -236,7 +236,7 @@ def fill(costs: ChainCosts, slots: int, cost: Table) -> None:
 def choose(costs: ChainCosts, cost: Table, s: int, t: int, m: int) -> int:
     """The choice that attains `cost[row(s, t), m]`.
 
-    It is c > s to run blocks s … c-1 saving nothing, -1 - option to run block s by an option, and s if nothing fits.
+    It is c > s if blocks s … c-1 run first, saving nothing; -1 - i if block s runs by option i; and s if nothing fits.
     """
     best = np.float32(np.inf)
     choice = s

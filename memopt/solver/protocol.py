@@ -131,7 +131,7 @@ def _checked(solver: Solver, problem: RematProblem, schedule: object) -> Schedul
 
 
 class UserSolvers:
-    """A user's solvers for one problem. Raises `SolverError` if one does not follow the protocol."""
+    """Calls a user's solvers on one problem. Raises `SolverError` if one does not follow the protocol."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver]) -> None:
         self.solvers = checked_solvers(solvers)

@@ -34,7 +34,7 @@ def test_both_are_fused() -> None:
 def test_what_only_looks_like_it_is_left_alone_and_said() -> None:
     decision = fuse_ops(formulas(root=1.5))
     assert [item.name for item in decision.pipeline][:1] == ["FuseNorms"]
-    assert any(note.startswith("fused_ops: left alone, since ") for note in decision.notes)
+    assert any(note.startswith("fused_ops: some formulas are left as they are, since ") for note in decision.notes)
 
 
 def test_nothing_to_do() -> None:
