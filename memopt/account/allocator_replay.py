@@ -195,7 +195,7 @@ def replay(
 
 @dataclass(frozen=True)
 class Spare:
-    """A safety margin for memory that no replay shows: this fraction of the allocator's limit stays free."""
+    """A safety margin for memory that no replay shows: `share` of every `share + whole` bytes of a limit stay free."""
 
     share: int
     whole: int = 1000

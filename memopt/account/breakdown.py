@@ -1,4 +1,4 @@
-"""The bytes alive at a schedule's peak, each in one row."""
+"""The bytes alive at a schedule's peak, each counted in one row of a table."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for one that evaluates the model many times (LBFGS) or takes sparse gradients (SparseAdam)."""
+    """Raise `ValueError` if it evaluates the model many times (LBFGS) or takes sparse gradients (SparseAdam)."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

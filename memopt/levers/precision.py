@@ -1,4 +1,4 @@
-"""The lever that computes in 16 bits; the option `precision` says in which, and where."""
+"""The lever that computes in 16 bits; the option `precision` says in which dtype, and in which operators."""
 
 from __future__ import annotations
 

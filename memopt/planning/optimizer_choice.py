@@ -146,7 +146,7 @@ class OptimizerChoice:
         return self.narrowing() if self.chosen is not None and self.chosen.narrows else None
 
     def narrowing(self) -> ParameterCast:
-        """The cast to bf16 that a lever on parameters makes, with the parameters that stay in fp32."""
+        """The cast to bf16 that a lever on parameters makes, and which parameters it leaves in fp32."""
         return ParameterCast(torch.bfloat16, frozenset(map(id, kept_wide(self.terms.model))))
 
     @property

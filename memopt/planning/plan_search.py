@@ -1,4 +1,4 @@
-"""Searches lever sets and optimizer proposals for the plan with the shortest step that fits the budget."""
+"""Searches sets of levers, also on the optimizer, for the plan with the shortest step that fits the budget."""
 
 from __future__ import annotations
 

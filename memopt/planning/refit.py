@@ -205,7 +205,7 @@ class Refit(Generic[Made]):
         return True
 
     def best(self) -> tuple[Plan, Made]:
-        """The plan with the shortest step whose compiled code fits, and that code. Raises `BudgetError` for none."""
+        """The fastest plan whose compiled code fits, and that code. Raises `BudgetError` if none fits."""
         if not self._fitting:
             why = f"compiled code, which held more than the budget in all {len(self._above)} plans that were tried"
             needed = self._above[-1] if self._took_smallest else min(self._above)

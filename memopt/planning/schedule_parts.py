@@ -1,4 +1,4 @@
-"""What a schedule means for each region and for each module."""
+"""A plan's schedule by region; and by module, what it saves, recomputes and offloads."""
 
 from __future__ import annotations
 

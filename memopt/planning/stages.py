@@ -147,7 +147,7 @@ class Priced:
         return Priced(self.step.under(account), account)
 
     def opened(self, **settings: Any) -> Priced:
-        """The same step priced by other settings of what may lie on the host, given as fields of `PriceSettings`."""
+        """The same step, priced with `settings`, fields of `PriceSettings` that say what may lie on the host."""
         return Priced(self.step.priced_for(**settings), self.account)
 
     def hosting(self, numbers: Collection[int]) -> Priced:

@@ -192,8 +192,8 @@ class _RunJointPasses:
 
 
 def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
-    """The rewriting with the user's passes run after all others, and their names put before those of its levers. Raises
-    `TypeError` for an object that is no `Pass`."""
+    """The rewriting with the user's passes run after all others, and their names put before those of the levers.
+    Raises `TypeError` for an object that is no `Pass`."""
     on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
     if on_operators:
         rewriting = replace(rewriting, deciders=(*rewriting.deciders, _RunPasses(on_operators)))

@@ -276,5 +276,5 @@ class SaveAll:
         return self._solution
 
     def baselines(self) -> tuple[Baseline, ...]:
-        """Only the recipe that saves everything, since all others of checkpointing recompute."""
+        """Only the recipe that saves everything, since all other recipes recompute."""
         return (Baseline("save all", self._solution.peak_bytes, 0.0),)
