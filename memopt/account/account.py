@@ -98,8 +98,8 @@ class Account:
 
     @property
     def caching(self) -> bool:
-        """Whether torch's caching allocator manages the step's memory (`Device.caching`); only then there is a
-        `context`. A replay of the allocations and frees then shows what the step needs beyond the bytes requested."""
+        """Whether torch's caching allocator manages the step's memory (`Device.caching`): only then `context` is above
+        0. What the step needs beyond the bytes requested is then found by a replay of its allocations and frees."""
         return self.context > 0
 
     @property

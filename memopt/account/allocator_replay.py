@@ -130,8 +130,8 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The bytes of the allocator's blocks that forward and backward do not make, in the order of allocation, and the
-    blocks that exist when a replay begins."""
+    """The bytes of each block that is allocated outside of forward and backward, as for parameters and optimizer state,
+    in the order of allocation; and the blocks that exist when a replay begins."""
 
     resident: tuple[int, ...]
     """Allocated before the first step, and never freed."""
@@ -195,7 +195,7 @@ def replay(
 
 @dataclass(frozen=True)
 class Spare:
-    """A safety margin for memory that no replay shows: this fraction of the allocator's limit stays free."""
+    """A safety margin for memory that no replay shows: `share` of every `share + whole` bytes of a limit stay free."""
 
     share: int
     whole: int = 1000

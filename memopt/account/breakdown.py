@@ -1,4 +1,4 @@
-"""The bytes alive at a schedule's peak, each in one row."""
+"""The bytes alive at a schedule's peak, each counted in one row of a table."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def kind_of(problem: RematProblem, storage: int, *, first: bool, fetched: bool) 
 
 def live_versions(problem: RematProblem, schedule: Schedule, position: int) -> Iterator[tuple[int, int]]:
     """The storages alive while evaluation `position` runs. Each comes with the position of the evaluation that made its
-    current contents, or, if they were copied back from the host, of the one before which this copy began."""
+    current contents; if these were copied back from the host, with the position before which that copy began."""
     for storage, born, dies in lifetimes(problem, schedule.evaluations, schedule.offloads):
         if born <= position <= dies:
             yield storage, born

@@ -19,7 +19,7 @@ a workspace that cuBLAS keeps; all else."""
 
 @dataclass(frozen=True)
 class HeldSegment:
-    """A segment of the allocator, or a mapped part of an expandable one: kind ("free", …) and bytes of each block."""
+    """A segment of the allocator, or a mapped part of an expandable one: what each block holds, and its bytes."""
 
     small: bool
     """Whether it belongs to the pool for blocks of up to 1 MB."""

@@ -58,8 +58,8 @@ class AllocationLimit:
         """The bytes that `malloc` could allocate at the first reading, less those that were mapped then."""
 
     def bytes(self) -> int | None:
-        """An upper bound on the bytes allocated now, mostly far above them; None for devices other than the CPU, and
-        where `malloc` does not tell."""
+        """An upper bound on the bytes allocated now, usually far too high; None for devices other than the CPU, and
+        where `malloc` does not report its figures."""
         if self._device.type != HOST.type or (mapped := _mapped_bytes()) is None:
             return None
         if self._unmapped is None:
@@ -160,7 +160,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self.kernels.add(schema_of(func).name)
         self._calls_left -= 1
         if self._calls_left < 0:
-            raise ValueIsRead("a loop in its code ends only when a tensor has a certain value")
+            raise ValueIsRead("a loop in the code seems to end only when a tensor has a certain value")
         self.left_out |= makes_unknown_bytes(func)
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
@@ -180,8 +180,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
     def exclude(self, tensors: Any) -> None:
-        """Do not count those of these tensors that are fake. Real ones are counted all the same: where counted code
-        creates them, or as the fake copies that the fake mode makes of them."""
+        """Leave the fake tensors among these out of the count. Real tensors cannot be left out: they count where the
+        counted code creates them, or as the fake copies that the fake mode makes of them."""
         super().exclude([tensor for tensor in tensors_in(tensors) if isinstance(tensor, FakeTensor)])
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -202,7 +202,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - self.live_bytes)
 
     def raise_peak(self, workspace_bytes: int) -> None:
-        """Raise the peak as the base class does. Raises `_TooManyBytes` where it exceeds `most_bytes`."""
+        """Raise the peak to the bytes alive now plus `workspace_bytes`, if that is more. Raises `_TooManyBytes` where
+        it then exceeds `most_bytes`."""
         super().raise_peak(workspace_bytes)
         if self.peak_bytes > self.most_bytes:
             raise _TooManyBytes
@@ -261,7 +262,8 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return result
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The bytes of the operator's workspace: metered, by a rule, or 0 where `measure` will find them."""
+        """The bytes of the operator's workspace: as measured while it ran, else by a rule, or 0 if `measure` will find
+        them later."""
         metered, self._metered = self._metered, None
         return super().workspace_bytes(func, args, kwargs, result) if metered is None else metered
 

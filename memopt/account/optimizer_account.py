@@ -138,7 +138,8 @@ def _account_of(
 
 
 def takes_singly(optimizer: OptimizerLike) -> bool:
-    """Whether `optimizer` is, or names, a class of torch that makes each parameter's state and steps it alone."""
+    """Whether `optimizer` is, or names, a class of torch (Adam, AdamW, NAdam, RAdam, SGD) in which state and step of
+    each parameter do not depend on the other parameters."""
     names = [single.__name__.lower() for single in _SINGLY]
     return optimizer.lower() in names if isinstance(optimizer, str) else optimizer in _SINGLY
 
@@ -234,7 +235,7 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for one that evaluates the model many times (LBFGS) or takes sparse gradients (SparseAdam)."""
+    """Raise `ValueError` if it evaluates the model many times (LBFGS) or takes sparse gradients (SparseAdam)."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Copies of optimizers over stand-ins without memory, with all of their attributes."""
+"""Copies of optimizers with all of their attributes, whose parameters are stand-ins without memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class OptimizerCopy:
         self._home, self._addresses = device.type, set[int]()
 
     def of(self, optimizer: Optimizer) -> Optimizer:
-        """The copy of an optimizer, or of another optimizer that it holds."""
+        """The copy of `optimizer`: the one to be copied, or one that it holds inside."""
         same = self._note(optimizer, object.__new__(type(optimizer)))
         self.copied.append(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -38,7 +38,7 @@ class GivenOptimizer:
     """The optimizer as it was given; in place of an instance of one of torch's own classes, a function that makes
     another one with the same options."""
     instance: weakref.ref[Optimizer] | None = None
-    """A weak reference to such an instance; None for everything else."""
+    """A weak reference to an instance of one of torch's own classes; None for everything else."""
 
     @classmethod
     def of(cls, optimizer: OptimizerLike) -> GivenOptimizer:
@@ -52,7 +52,8 @@ class GivenOptimizer:
 
     @property
     def now(self) -> OptimizerLike:
-        """The optimizer as it was given; once such an instance is freed, a function that makes another one like it."""
+        """The optimizer as it was given; if that was an instance held weakly that is freed by now, a function that
+        makes another one like it."""
         alive = self.instance() if self.instance is not None else None
         return self.kept if alive is None else alive
 
@@ -108,7 +109,7 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
     make: Any = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
     if not callable(make):
         several = isinstance(optimizer, (list, tuple))
-        mend = "; give several as one Optimizer with the parameter groups and the state of all" if several else ""
+        mend = "; combine several into one Optimizer with the parameter groups and state of all" if several else ""
         got = f"a {type(optimizer).__name__}" if several else repr(optimizer)
         raise ValueError(f"optimizer must be a class, an instance, a partial, a name or None, not {got}{mend}")
     stand_ins: Sequence[torch.nn.Parameter] = list(fakes.values()) or [torch.nn.Parameter(torch.empty(1))]

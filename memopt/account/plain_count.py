@@ -100,10 +100,10 @@ def count_plain_step(
     closely: bool = False,
 ) -> PlainStep | None:
     """Count one step of `run`, the forward of `model` and its loss, without computing it; the model does not change.
-    `gradients_held`: the parameters have gradients when the step begins. `graph`: if the autograd graph is kept, the
-    backward runs twice; if gradients are derived, the last backward is that of the loss plus the squares of all
-    gradients. `closely`: kernels whose workspace would be the step's peak are measured, which takes longer; else only
-    where their upper bounds exceed `most_bytes`.
+    `gradients_held`: the parameters have gradients when the step begins. `graph`: if it is kept (`retain_graph`), the
+    backward runs twice; if gradients have graphs of their own (`create_graph`), the last backward is that of the loss
+    plus the squares of all gradients. `closely`: kernels whose workspace would be the step's peak are measured, which
+    takes longer; else only where their upper bounds exceed `most_bytes`.
 
     None where the step holds more than `most_bytes`, at which counting stops, or where its bytes cannot be known: `run`
     returns no scalar that requires a gradient, the backward goes on into an earlier graph, or user hooks would see
@@ -211,15 +211,14 @@ def count_on_values(
     graph: Retention = FREED,
     checkpoints: bool = False,
 ) -> PlainStep | None:
-    """Count one step on the values of the call, for code that branches on values; what the step changes in the model,
-    its gradients and the random generators is undone. The user's backward hooks are not called. `graph` is as for
-    `count_plain_step`. `checkpoints`: modules run a second time in the backward. The result is then None if the forward
-    makes leaf tensors that require gradients, since the second run makes others.
+    """Count one step on the values of the call, for code that branches on values. What the step changes in the model,
+    its gradients, the inputs and the random generators is undone. The user's backward hooks are not called. `graph` is
+    as for `count_plain_step`. `checkpoints`: modules run a second time in the backward. The result is then None if the
+    forward makes leaf tensors that require gradients, since the second run makes others.
 
     None where the step holds more than `most_bytes`, at which it stops, where it cannot be run, or where its backward
-    goes beyond the model's parameters and the inputs. What the step writes to the inputs is undone, too.
-    Where it depends on a kernel's workspace whether an operator may run, the workspace is measured after all tensors of
-    the step are freed, and the step is run again."""
+    would reach leaf tensors other than the model's parameters and the inputs. Where the workspace of a kernel decides
+    whether an operator may run, it is measured after all tensors of the step are freed, and the step is run again."""
     for _ in range(_MOST_RUNS):
         unknown = None
         try:

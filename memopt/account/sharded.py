@@ -96,7 +96,7 @@ class Sharding:
 
     @cached_property
     def exchange_bytes(self) -> int:
-        """The bytes of the buffer from which the gradients of one block, the largest, are reduced."""
+        """The bytes of the buffer from which a block's gradients are reduced, for the block that needs the most."""
         return max((group.reduced_bytes for group in self.blocks), default=0)
 
     def shards(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ _COMPUTED_BYTES = 1024**2
 
 class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does on fake tensors of the CPU, but much faster: operators do not run. Their results are
-    tensors without memory, with the layouts that they have on "meta". Equal calls are examined once.
+    tensors without memory, with the layouts that they have on "meta". Equal calls of an operator are examined once.
 
     Small integer tensors and masks are computed, as code often tests whether a mask is all true; `reads` tells whether
     a value was read. Reading other values raises `ValueIsRead`; an operator whose result sizes depend on values raises

@@ -1,5 +1,5 @@
-"""All levers of memopt, in the order in which a plan tries them where it may, one line each; and those that the option
-`allow` names."""
+"""All levers of memopt, one line each, in the order in which a plan tries those that it may use (first of all those
+that make the step faster on its device); and those that the option `allow` names."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _IN_ORDER = (
     PLAIN,
 )
 LEVERS: Mapping[str, Lever] = MappingProxyType({lever.name: lever for lever in _IN_ORDER})
-"""All levers by name, in the order in which a plan tries them where it may."""
+"""All levers by name, in the order that the docstring of this module describes."""
 LeverName: TypeAlias = Literal[
     "recompute", "reinplace", "fused_ops", "fused_attention", "chunked_loss", "tiles", "microbatch",
     "expandable_segments", "offload_activations", "offload_parameters", "fp8", "fp8_delayed", "fp8_block", "mxfp8",

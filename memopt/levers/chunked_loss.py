@@ -36,15 +36,15 @@ class _ChunkLosses:
 
     def _note(self, loss: FoundLoss) -> str:
         logits = "logits" if loss.logits_bytes is None else f"{size(loss.logits_bytes)} of logits"
-        later = ", with its weight's gradient computed in the backward" if self.weight_in_backward else ""
-        return f"{LABEL}: {loss.name} without its {logits}{later}; equal but for rounding"
+        later = ", the gradient of the layer's weight only in the backward" if self.weight_in_backward else ""
+        return f"{LABEL}: {loss.name} is computed without holding its {logits} whole{later}; equal but for rounding"
 
 
 CHUNKED_LOSS = Lever(
     LABEL,
     "A loss over a linear layer's logits is computed in chunks of rows, so that the logits are never held whole.",
     "rounding",
-    "up to one more product with the layer's weight",
+    "up to one more matmul with the layer's weight",
     default=True,
     graph=GraphChange(tuple(_ChunkLosses(weight_in_backward) for weight_in_backward in (False, True))),
 )

@@ -17,12 +17,12 @@ def fuse_attention(graph: OperatorGraph) -> Decision:
     found = find_attentions(graph.module)
     fused = [softmax for softmax in found if not softmax.reason]
     reasons = dict.fromkeys(softmax.reason for softmax in found if softmax.reason)
-    left = tuple(f"{LABEL}: left alone, since {reason}" for reason in reasons)
+    left = tuple(f"{LABEL}: some attention is left as it is, since {reason}" for reason in reasons)
     if not fused:
         return Decision(Pipeline((), label=LABEL), notes=left)
     names = dict.fromkeys((softmax.name for softmax in fused), "fused")
     passes = FuseAttention(frozenset(names)), EliminateDeadCode()
-    done = f"{LABEL}: {len(fused)} of {len(found)} attentions; equal but for rounding"
+    done = f"{LABEL}: {len(fused)} of {len(found)} attentions run as one kernel each; equal but for rounding"
     return Decision(Pipeline(passes, label=LABEL), names, (done, *left))
 
 

@@ -29,10 +29,10 @@ def fuse_ops(graph: OperatorGraph) -> Decision:
     if normed := _fused(norms):
         passes.append(FuseNorms(frozenset(normed)))
     reasons = [activation.reason for activation in activations] + [norm.reason for norm in norms]
-    left = dict.fromkeys(f"{LABEL}: left alone, since {reason}" for reason in reasons if reason)
+    left = dict.fromkeys(f"{LABEL}: some formulas are left as they are, since {reason}" for reason in reasons if reason)
     if not passes:
         return Decision(Pipeline((), label=LABEL), notes=tuple(left))
-    done = f"{LABEL}: {len(fused)} activations and {len(normed)} norms; equal but for rounding"
+    done = f"{LABEL}: {len(fused)} activations and {len(normed)} norms run as one kernel each; equal but for rounding"
     pipeline = Pipeline((*passes, EliminateDeadCode()), label=LABEL)
     return Decision(pipeline, dict.fromkeys([*fused, *normed], "fused"), (done, *left))
 

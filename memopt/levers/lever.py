@@ -101,7 +101,7 @@ def lever_sets(
 ) -> tuple[Rewriting, ...]:
     """Returns `base`, which has no levers, followed by rewritings that each add one lever that rewrites graphs to those
     before it: first the levers that are faster on `card`, then the others in the order given. A lever with several
-    deciders has one rewriting for each.
+    deciders (`GraphChange.deciders`) has one rewriting for each.
 
     In each rewriting `needed` names the lever added last, which must find something to rewrite. Raises `ValueError` for
     levers that exclude each other, and for one that needs a step in 16 bits where this one is in fp32. `histories` is

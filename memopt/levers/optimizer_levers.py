@@ -1,4 +1,4 @@
-"""Levers on the optimizer together: how they are put around it, and what a step costs with them."""
+"""Combinations of levers on the optimizer: how they are put around it, and what a step costs with them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PricedLevers:
 
     @property
     def narrows(self) -> bool:
-        """Whether a lever makes parameters, and with them the captured step, bfloat16."""
+        """Whether a lever casts parameters to bfloat16, and so changes the step that is captured."""
         return any(change.narrows for change in changes_of(self.levers))
 
     @property

@@ -1,4 +1,4 @@
-"""The lever that computes in 16 bits; the option `precision` says in which, and where."""
+"""The lever that computes in 16 bits; the option `precision` says in which dtype, and in which operators."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class DecidePrecision:
 
     @property
     def left_to_autocast(self) -> bool:
-        """Whether no dtype is decided here because the caller's own autocast is on (and `yields` is set)."""
+        """Whether the dtypes are left to the caller's own autocast: it is on, and `yields` is set."""
         return self.yields and autocast_is_on()
 
     def plan(self, graph: OperatorGraph) -> PrecisionPlan:

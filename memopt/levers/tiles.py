@@ -21,7 +21,7 @@ class _Tile:
     def __call__(self, graph: OperatorGraph) -> Decision:
         segments = find_row_segments(graph.module, self.tiles, graph.parameter_inputs)
         if not segments:
-            reason = "no operators between those that mix rows hold much more than they read and return"
+            reason = "no operators that compute each row by itself hold much more than they read and return"
             return Decision(Pipeline((), label=LABEL), notes=(f"{LABEL}: nothing is run in tiles, since {reason}",))
         # For a symbolic number of rows this adds a guard, so that a batch with fewer rows is captured again.
         enough = all(segment.rows >= segment.tiles(self.tiles) for segment in segments)
@@ -36,7 +36,7 @@ class _Tile:
         if by_rows:
             largest = max(by_rows, key=lambda segment: segment.inside_bytes)
             inside = f"{largest} with {size(largest.inside_bytes)} inside"
-            parts.append(f"{len(by_rows)} segments in {self.tiles} tiles each, the largest from {inside}")
+            parts.append(f"{len(by_rows)} operator sequences run in {self.tiles} tiles of rows, the largest {inside}")
         if attention := len(segments) - len(by_rows):
             parts.append(f"{attention} calls of attention on some of their heads at a time")
         return f"{LABEL}: {'; '.join(parts)}; equal but for rounding, as gradients are summed in another order"

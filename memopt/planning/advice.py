@@ -145,7 +145,11 @@ class _Advice:
         has = f"{least.memory_bytes / GIB:.4g} GB"
         sentence = f"on {least.name}, which has {has}, it fits in about {round_up(nbytes / GIB)} GB"
         yield Way(
-            f'device="{least.name}"', nbytes, f"another card, which has {has}; about the same bytes", None, sentence
+            f'device="{least.name}"',
+            nbytes,
+            f"another card, which has {has}; the step holds about the same bytes",
+            None,
+            sentence,
         )
 
     def by_fused_kernels(self, lean: Priced) -> Iterator[Way]:

@@ -124,7 +124,7 @@ class ShardedCall:
         shards of gradients exist already, and are added to.
 
         The bytes of a reduction leave out the buffer of the largest block, which the account counts for the whole step.
-        So only the reduction of the root module can have a buffer of its own, if its buffer is larger."""
+        So only the reduction of the root module can have bytes of its own: those by which its buffer is larger."""
         trained = region.inputs_with_gradients
         buffer_bytes = self.sharding.exchange_bytes
         return tuple(

@@ -48,7 +48,7 @@ class ClusterStep:
 
     @property
     def bound(self) -> str:
-        """What bounds the largest part of the step's seconds: a name of `bounds`."""
+        """What bounds the largest part of the step's seconds: the first name in `bounds`."""
         return self.bounds[0][0]
 
 

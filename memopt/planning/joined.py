@@ -100,8 +100,8 @@ class Joined:
         return "smallest" in vars(self)
 
     def forget_solvers(self) -> None:
-        """Free the solvers, the solutions that they found for budgets, and `ways`; all are made again when they are
-        needed. `smallest` stays."""
+        """Free the solvers, the solutions that they found for budgets, and the allocator calls of schedules (`ways`);
+        all are made again when they are needed. `smallest` stays."""
         for made in ("portfolio", "offloads"):
             vars(self).pop(made, None)
         self.solved.clear()

@@ -1,4 +1,4 @@
-"""Functions whose options are typed once: a wrong name is refused with the closest, and signatures list all options."""
+"""Functions whose options are typed once: the error for an unknown one names the closest, and signatures list all."""
 
 from __future__ import annotations
 

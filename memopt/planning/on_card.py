@@ -52,7 +52,7 @@ def on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
     by replaying its allocations. On the CPU both are 0.
 
     An allocator on a full card returns free segments, so a process with exactly the resulting peak as its memory
-    completes its steps: a `BudgetError` names this budget. The replay need not pass with every larger one."""
+    completes its steps: a `BudgetError` names this budget. With some larger budgets the replay may still fail."""
     bare = without_allocator(account)
     if not account.caching:
         return bare
@@ -125,7 +125,7 @@ def compiled_within(
 ) -> Account:
     """The account with the allocator's overhead of compiled code. `ways` has the sequences of allocator calls that the
     code may make, and the overhead suffices for each of them. It is the overhead in a process that has `budget_bytes`,
-    or, where that is too little, as many bytes as the step needs at least."""
+    or, where that is too little, in one that has the fewest bytes in which the step completes."""
     bare = without_allocator(account)
     if not account.caching:
         return bare

@@ -122,8 +122,8 @@ class OptimizerChoice:
 
     @property
     def stepping(self) -> Stepping | None:
-        """How parameters are stepped within the backward under the chosen levers; None where they are stepped after
-        it."""
+        """The temporary bytes of stepping parameters within the backward under the chosen levers; None where they are
+        stepped after it."""
         return None if self.chosen is None else self.chosen.stepping
 
     def account_of(self, account: Account, plan: Plan) -> Account:
@@ -131,8 +131,8 @@ class OptimizerChoice:
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
     def stepping_of(self, plan: Plan) -> Stepping | None:
-        """How parameters are stepped within the backward under the levers of `plan`, a plan from disk; as `stepping` if
-        none of these levers does that."""
+        """The temporary bytes of stepping parameters within the backward under the levers of `plan`, a plan from disk;
+        the same as `stepping` if none of these levers does that."""
         inside = any(map(_in_backward, self._named(plan.proposals)))
         return self._priced(plan.proposals).stepping if inside else self.stepping
 
@@ -146,7 +146,7 @@ class OptimizerChoice:
         return self.narrowing() if self.chosen is not None and self.chosen.narrows else None
 
     def narrowing(self) -> ParameterCast:
-        """The cast to bf16 that a lever on parameters makes, with the parameters that stay in fp32."""
+        """The cast to bf16 that a lever on parameters makes, and which parameters it leaves in fp32."""
         return ParameterCast(torch.bfloat16, frozenset(map(id, kept_wide(self.terms.model))))
 
     @property

@@ -273,8 +273,8 @@ class Options:
         return self.budget_bytes, self.precision, sorted(self.allow), self.outputs, self.effort, self.dynamic, *host
 
     def backend_on(self, device_type: str) -> Literal["aten", "inductor"]:
-        """The backend of plans for a device of that type, or for the card that `device` names: "auto" becomes
-        "inductor" on CUDA and "aten" elsewhere, and where parameters may lie on the host."""
+        """The backend of plans for a device of that type, or for the card that the option `device` names. "auto" is
+        "aten" where parameters may lie on the host, else "inductor" on CUDA and "aten" on other devices."""
         if self.backend != "auto":
             return self.backend
         if OFFLOAD_PARAMETERS.name in self.allow:

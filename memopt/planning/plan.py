@@ -158,7 +158,7 @@ class Plan(PlanViews):
     def solved(self) -> tuple[PricedStep, Schedule]:
         """The priced graphs and the schedule. Raises `ValueError` for a plan that was loaded from a file."""
         source = self._source()
-        assert self.schedule is not None, "a plan with graphs has the schedule of all regions"
+        assert self.schedule is not None, "this plan has graphs but no schedule"
         return source.priced, self.schedule
 
     @property

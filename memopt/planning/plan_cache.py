@@ -1,8 +1,8 @@
 """Plans made earlier, on disk, or by another rank: read, checked against the graphs to run, and agreed on.
 
 Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the job is
-planned as if there were none. Nor are plans: a plan's schedule is simulated, and every figure by which its step runs or
-is refused is computed again.
+planned as if there were none. Plans are not trusted either: a plan's schedule is simulated, and every figure by which
+its step runs or is refused is computed again.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _read(name: str | None, made: Callable[[Any], Any]) -> Any | None:
     try:
         values = opened(read_json(_path(name)))
         if values.get("name") != name:
-            raise ValueError("the file was written under another name")
+            raise ValueError("the file holds what was stored under another name")
         return made(values.get("value"))
     except OSError:
         return None

@@ -159,7 +159,7 @@ class PlanDiff:
         return str(self.of_stage(stage))
 
     def show(self, console: Console | None = None) -> None:
-        """Print the changes, in colours and as wide as the window where that is a terminal."""
+        """Print the changes; on a terminal in colours, and as wide as its window."""
         (console or Console()).print(self)
 
     def __str__(self) -> str:

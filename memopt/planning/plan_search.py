@@ -1,4 +1,4 @@
-"""Searches lever sets and optimizer proposals for the plan with the shortest step that fits the budget."""
+"""Searches sets of levers, also on the optimizer, for the plan with the shortest step that fits the budget."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ class PlanSearch:
         self._notes |= dict.fromkeys(notes)
 
     def consider(self, priced: Priced) -> Plan | None:
-        """The plan of a step, without offloads, if it is good enough to end the search; None if further sets of levers
-        should be tried. If a lower bound proves that no plan of the step is good enough, it is not solved yet, but
-        left to `best`."""
+        """The plan of a step, without offloads, if it adds so little time (`NEGLIGIBLE`) that the search ends; None if
+        further sets of levers should be tried. If a lower bound proves that every plan of the step adds more time, the
+        step is not solved yet, but left to `best`."""
         levers = priced.levers
         self._steps.append(priced)
         self._completed[levers.levers] = levers.levers[-1] if levers.levers else "", priced

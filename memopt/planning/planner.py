@@ -58,7 +58,7 @@ class Request:
 
     def refusal(self, joined: Joined) -> BudgetError:
         """The error for a budget that no schedule fits, with the smallest budget that works. On a card, torch's
-        allocator may fail at the budget though a smaller one works: the error then names a larger one that works."""
+        allocator may fail at this budget and not at a smaller one: the error then names a larger one that works."""
         least, dominated_by = smallest(joined, self.account)
         if least > self.budget_bytes:
             return BudgetError(self.budget_bytes, least, dominated_by)
@@ -265,8 +265,8 @@ def smallest(joined: Joined, account: Account) -> tuple[int, str]:
 
 
 def least_on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
-    """The account as from `on_card`, with the kind of segments, of those that a plan may choose, with which the step
-    needs the fewest bytes."""
+    """The account as from `on_card`; where the plan may choose between ordinary and expandable segments, with those
+    with which the step needs fewer bytes."""
     found = [on_card(joined, schedule, one) for one in account.by_segments]
     return min(found, key=lambda one: breakdown(joined.problem, schedule, one).peak_bytes)
 

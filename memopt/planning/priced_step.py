@@ -133,7 +133,7 @@ class TracedStep:
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """The step's rewriting for a call of several regions: it raises no error where one has nothing to rewrite."""
+        """The step's rewriting for a call of several regions: a region with nothing to rewrite is no error."""
         return replace(self.rewriting, needed="")
 
     @property

@@ -1,4 +1,5 @@
-"""Corrects a plan's peak once its graphs are compiled, and finds the bytes that the next plan must leave for it."""
+"""Corrects a plan's peak once its graphs are compiled, and finds how many bytes the next plan must
+leave free for what compiled code holds beyond it."""
 
 from __future__ import annotations
 
@@ -196,15 +197,15 @@ class Refit(Generic[Made]):
             self.again = self.again and self.lowering_bytes < left
 
     def take_smallest(self, smallest_bytes: int) -> bool:
-        """Make the next round compile the plan with the smallest peak, `smallest_bytes` before compilation. Returns
-        False, and changes nothing, where that is above the budget."""
+        """Make the next round compile the plan with the smallest peak, which is `smallest_bytes` before compilation.
+        Returns False, and changes nothing, where that is above the budget."""
         if smallest_bytes > self.budget_bytes:
             return False
         self._took_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes
         return True
 
     def best(self) -> tuple[Plan, Made]:
-        """The plan with the shortest step whose compiled code fits, and that code. Raises `BudgetError` for none."""
+        """The fastest plan whose compiled code fits, and that code. Raises `BudgetError` if none fits."""
         if not self._fitting:
             why = f"compiled code, which held more than the budget in all {len(self._above)} plans that were tried"
             needed = self._above[-1] if self._took_smallest else min(self._above)

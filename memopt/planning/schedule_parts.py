@@ -1,4 +1,4 @@
-"""What a schedule means for each region and for each module."""
+"""A plan's schedule by region; and by module, what it saves, recomputes and offloads."""
 
 from __future__ import annotations
 
@@ -206,8 +206,9 @@ def forward_evaluations(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def evaluations_until_return(problem: RematProblem, schedule: Schedule) -> int:
-    """How many evaluations come before the forward returns. Those that stand for receiving the gradients of its
-    outputs are not counted; what the caller's code allocates before the backward is part of their workspace."""
+    """How many evaluations come before the forward returns. Ops that only receive the gradients of its
+    outputs (`Op.is_receipt`) are not counted; their workspace includes what the caller's code allocates before the
+    backward."""
     last = problem.forward_ops - 1
     while last >= 0 and problem.ops[last].name != EAGER and problem.ops[last].is_receipt:
         last -= 1

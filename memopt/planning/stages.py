@@ -112,8 +112,8 @@ class Traced:
     @property
     def callers_code(self) -> tuple[int, int]:
         """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and, for a
-        guess, how many more a plan leaves free as far as the budget allows. Both are 0 where the situation has a number
-        of bytes for it (`Situation.meanwhile`)."""
+        guess, how many more a plan leaves free as far as the budget allows. Both are 0 where the situation itself
+        says how many bytes that code allocates (`Situation.meanwhile`)."""
         if self.recorded.situation.meanwhile is not None:
             return 0, 0
         return self.recorded.planner.accounts.beside.until_backward(self.step.tangent_bytes)
@@ -147,7 +147,7 @@ class Priced:
         return Priced(self.step.under(account), account)
 
     def opened(self, **settings: Any) -> Priced:
-        """The same step priced by other settings of what may lie on the host, given as fields of `PriceSettings`."""
+        """The same step, priced with `settings`, fields of `PriceSettings` that say what may lie on the host."""
         return Priced(self.step.priced_for(**settings), self.account)
 
     def hosting(self, numbers: Collection[int]) -> Priced:

@@ -68,7 +68,8 @@ class Situation:
 
     @property
     def alone(self) -> Situation:
-        """The situation without what lies beside the step, equal for situations that differ in these bytes alone."""
+        """A copy without what lies in memory beside the step: other forwards, what the caller's code takes, and what
+        else is on the device. Situations that differ in these alone have equal copies."""
         return replace(self, other_forwards=0, to_come=0, meanwhile=None, elsewhere=None)
 
 
@@ -191,8 +192,8 @@ class _RunJointPasses:
 
 
 def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
-    """The rewriting with the user's passes run after all others, and their names put before those of its levers. Raises
-    `TypeError` for an object that is no `Pass`."""
+    """The rewriting with the user's passes run after all others, and their names put before those of the levers.
+    Raises `TypeError` for an object that is no `Pass`."""
     on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
     if on_operators:
         rewriting = replace(rewriting, deciders=(*rewriting.deciders, _RunPasses(on_operators)))

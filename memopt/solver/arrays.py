@@ -97,7 +97,7 @@ def to_array(schedule: Schedule) -> Ints:
 
 
 def to_schedule(evaluations: Ints) -> Schedule:
-    """The schedule without offloads of an array of op indices."""
+    """The schedule, without offloads, that runs the ops with these indices in this order."""
     return Schedule(tuple(evaluations.tolist()))
 
 

@@ -1,9 +1,9 @@
 """Divides a step into a chain of blocks, the forward where few bytes cross, the backward to match; and the table of
 nested plans of such chains, filled by compiled code.
 
-`cost[row(s, t), m]` is the least seconds added by the forwards and backwards of blocks s … t with `m` slots of memory,
-given the inputs of block s. If t is the last block, the forwards are first evaluations and add nothing; in all other
-rows they are recomputations.
+`cost[row(s, t), m]` is the least seconds added by the forwards and backwards of blocks s … t in `m` slots of memory (a
+slot is a fixed number of bytes), given the inputs of block s. If t is the last block, the forwards are first
+evaluations and add nothing; in all other rows they are recomputations.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Chain:
 def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
     """Cut the forward at local minima of the bytes that cross, into about `most_blocks` blocks at most.
 
-    A backward op goes to the block whose forward ops read the same storages: the gradient of a block's first op reads
-    an input of this block, which is an output of the previous one.
+    A backward op goes to the block whose forward ops read the storages that it reads, not to the block that made them:
+    the gradient of a block's first op reads an input of that block, which the previous block made.
     """
     fixed = HeldBytes(problem)
     movable = fixed.movable.tolist()
@@ -160,7 +160,7 @@ Table = npt.NDArray[np.float32]
 
 
 class ChainCosts(NamedTuple):
-    """A chain in slots of memory and seconds. Block s has options start[s] … start[s+1] - 1.
+    """A chain in seconds and in slots, the unit of memory. Block s has options start[s] … start[s+1] - 1.
 
     Fields without a docstring hold, per option, the field of `block_options.Option` of that name.
     """
@@ -188,7 +188,7 @@ class ChainCosts(NamedTuple):
 
 @native
 def row(s: int, t: int) -> int:
-    """The row of the table for blocks s … t."""
+    """The number of the table's row for blocks s … t."""
     return t * (t + 1) // 2 + s
 
 
@@ -236,7 +236,7 @@ def fill(costs: ChainCosts, slots: int, cost: Table) -> None:
 def choose(costs: ChainCosts, cost: Table, s: int, t: int, m: int) -> int:
     """The choice that attains `cost[row(s, t), m]`.
 
-    It is c > s to run blocks s … c-1 saving nothing, -1 - option to run block s by an option, and s if nothing fits.
+    It is c > s if blocks s … c-1 run first, saving nothing; -1 - i if block s runs by option i; and s if nothing fits.
     """
     best = np.float32(np.inf)
     choice = s

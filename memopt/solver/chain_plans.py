@@ -133,7 +133,7 @@ class _ChainTable:
                 continue
             s, t, memory = part
             choice = int(choose(self._costs, self._table, s, t, memory))
-            assert choice != s, "a stretch of the plan does not fit"
+            assert choice != s, "some of the plan's blocks do not fit in the memory that the plan gives them"
             if choice > s:
                 for block in range(s, choice):
                     evaluations += self._forward(block, t)

@@ -90,10 +90,10 @@ class LowerBound:
     """The lower bound on added seconds for one problem; the cuts found for one budget are reused for the next.
 
     Consider the first evaluation of op o. Every value made before it and read by a later first evaluation is either
-    live then or recomputed later. At most `budget − bytes held in any case at o` bytes of them are live, so the seconds
-    added after o are at least the height, at these bytes, of the lower convex hull of (bytes live, seconds recomputed).
-    The bound is the largest height over `positions` ops. It counts each recomputation once, so it is weak if a schedule
-    must recompute in several levels.
+    live then or recomputed later: each choice of the live ones is a point (bytes live, seconds recomputed). At most
+    `budget − bytes held in any case at o` bytes of them are live, so the seconds added after o are at least the height,
+    at these bytes, of the lower convex hull of the points. The bound is the largest height over `positions` ops. It
+    counts each recomputation once, so it is weak if a schedule must recompute in several levels.
     """
 
     def __init__(self, problem: RematProblem, positions: int = 16) -> None:

@@ -1,10 +1,11 @@
 """The minimum cut of a network whose arcs cost seconds, by a maximum flow of integers.
 
 The flow is found by pushing and relabelling (Goldberg and Tarjan, "A new approach to the maximum-flow problem", 1988),
-first in first out, with all heights measured again by a breadth-first search after about as much work as that takes
-(Cherkassky and Goldberg, 1997). The flow is pushed from the sink to the source, against the arcs: a node then lies on
-the source's side exactly if the source still reaches it, and the algorithm's second half, which would take back what
-never arrives, is not needed. Among all minimum cuts this is the one with the fewest nodes on the source's side.
+first in first out; whenever this has taken about as much work as a breadth-first search takes, such a search measures
+all heights again (Cherkassky and Goldberg, 1997). The flow is pushed from the sink to the source, against the arcs: a
+node then lies on the source's side exactly if the source still reaches it, and the algorithm's second half, which would
+send back the flow that cannot arrive, is not needed. Among all minimum cuts this is the one with the fewest nodes on
+the source's side.
 
 By such cuts each node of a graph gets a label, 0 or 1, at the least total cost, optionally within a limit on a second
 cost. Costs belong to pairs (i, j) of nodes: a pair is paid if i has label 0 and j has label 1. Two nodes have fixed
@@ -59,7 +60,8 @@ class _Flow(NamedTuple):
 
 
 class FlowNetwork:
-    """A network of given arcs, cut at as many costs as wanted. An arc that is named twice counts twice."""
+    """A network with fixed arcs, which `cut` can cut again and again at other costs of the arcs. An arc that is listed
+    twice counts twice."""
 
     def __init__(self, tails: Ints, heads: Ints, nodes: int) -> None:
         count = len(tails)
@@ -76,8 +78,8 @@ class FlowNetwork:
         """The nodes on the source's side of the cheapest cut, and a lower bound on its cost.
 
         `costs` has a number of 0 or more for each arc; an infinite one forbids cutting that arc. The bound is infinite
-        if every cut is forbidden. Otherwise it is less than the cost only since costs are rounded down: for each arc
-        that is cut by at most 2^-46 of the sum of all finite costs, if fewer than 2^15 costs are infinite.
+        if every cut is forbidden. Otherwise it differs from the cost only because costs are rounded down: by at most
+        2^-46 of the sum of all finite costs for each arc in the cut, if fewer than 2^15 costs are infinite.
         """
         forbidden = np.isinf(costs)
         finite = np.where(forbidden, 0.0, costs)
@@ -222,8 +224,8 @@ class LabelProblem:
     def __post_init__(self) -> None:
         sizes = {len(column) for column in (self.zeros, self.ones, self.costs, self.tolls)}
         assert len(sizes) == 1, f"pairs of {sizes} lengths"
-        assert (self.costs >= 0).all(), "a cost is negative: the pair cannot be cut"
-        assert ((self.tolls >= 0) & np.isfinite(self.tolls)).all(), "a toll is negative or infinite"
+        assert (self.costs >= 0).all(), "a cost is negative; costs must be 0 or more"
+        assert ((self.tolls >= 0) & np.isfinite(self.tolls)).all(), "a toll (second cost) is negative or not finite"
 
     def paid(self, labels: Flags) -> Flags:
         """Per pair: whether it is paid, given every node's label (True for 1)."""
@@ -252,7 +254,7 @@ class _LabelNetwork:
         problem = self.problem
         labels, bound = self._flow.cut(problem.costs + price * problem.tolls, ONE, ZERO)
         if np.isinf(bound):
-            raise ValueError("forced labels contradict each other: no labels cost a finite sum")
+            raise ValueError("forced labels contradict each other: every choice of labels pays an infinite cost")
         return labels_of(problem, labels)
 
 
@@ -269,7 +271,7 @@ def cheapest_within(problem: LabelProblem, most_toll: float) -> _Labels:
     vertices of the hull cost the same (Eisner and Severance, 1976), and ends after a finite number of cuts at the edge
     of the hull that crosses the limit. Raises `ValueError` if every labelling is forbidden.
     """
-    assert most_toll >= 0, f"most_toll limits a sum of tolls, none of which is negative; it is {most_toll}"
+    assert most_toll >= 0, f"most_toll, a limit on the sum of tolls (second costs), must be 0 or more, not {most_toll}"
     network = _LabelNetwork(problem)
     cheap = network.cut(0.0)
     if cheap.toll <= most_toll:

@@ -81,8 +81,8 @@ def native(function: Function) -> Function:
 
 
 def native_part(function: Function) -> Function:
-    """Decorator for a kernel that only kernels call. Where the extension is used, the function stays plain Python,
-    since nothing calls it."""
+    """Decorator for a kernel that only kernels call. Where the extension is used, its kernels contain the
+    function, and this one stays plain Python, since nothing calls it."""
     if ready_made() is not None:
         return function
     return _compiled(function, {"no_cpython_wrapper": True, "no_cfunc_wrapper": True})

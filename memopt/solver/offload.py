@@ -305,7 +305,7 @@ class OffloadPortfolio:
         """The plan as a solution, simulated; the simulator must confirm that it fits."""
         schedule = Schedule(tuple(plan.evaluations.tolist()), tuple(Offload(*row) for row in plan.offloads.tolist()))
         simulation = simulate(self._problem, schedule, link)
-        assert simulation.peak_bytes <= budget_bytes, "the solvers and the simulator disagree"
+        assert simulation.peak_bytes <= budget_bytes, "the simulated peak exceeds the budget"
         return OffloadSolution(
             schedule,
             simulation.peak_bytes,

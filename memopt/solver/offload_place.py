@@ -136,7 +136,7 @@ class Placer:
         self._gaps = _gaps_of(arrays, evaluations)
 
     def place(self, cap_bytes: int, transfer_seconds: Floats, host_bytes: int | None = None) -> Ints | None:
-        """Offloads with which at most `cap_bytes` are live; None if they cannot all be planned without stalls.
+        """Offloads with which at most `cap_bytes` are live; None if it finds none that compute need not wait for.
 
         `transfer_seconds` are the planned seconds of each storage's transfer in one direction: smaller ones allow more
         offloads. The rows of the result are the fields of `Offload`, in the order of the copies out.

@@ -161,7 +161,8 @@ class OffloadSearch:
         return OffloadCandidate(method, evaluations, offloads, added_seconds(self._arrays, evaluations) + waiting)
 
     def drop(self, evaluations: int) -> None:
-        """Remove one recomputation at a time from the best plan, the slowest first, if more offloads make up for it.
+        """Try to remove one recomputation at a time from the best plan, the slowest first, and to offload more values
+        so that it fits all the same. What is faster becomes the best plan.
 
         Ends when the schedules tried have about `evaluations` evaluations together.
         """

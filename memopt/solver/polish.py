@@ -34,8 +34,9 @@ def polish(
 ) -> Ints:
     """The schedule without the recomputations that can be removed while live bytes stay within `cap_bytes`.
 
-    Removals are tried by falling score: seconds saved, per byte held longer times the length of the hold to the power
-    `length_exponent`. `noise` multiplies each op's score (for a local search). A schedule within the cap stays within.
+    Removals are tried by falling score: the seconds saved / the sum of bytes · length^`length_exponent` over the values
+    that are held longer, each by `length` evaluations. `noise` multiplies each op's score (for a local search). A
+    schedule within the cap stays within.
     """
     evaluations = remove_dead(arrays, evaluations)
     links = link(arrays, evaluations)
@@ -133,9 +134,9 @@ _UNKNOWN, _NEVER = -2, -1
 
 
 def ruin(arrays: Arrays, evaluations: Ints, draw: np.random.Generator) -> Ints:
-    """The schedule with up to four values recomputed before their next reads.
+    """The schedule in which up to four values are freed and recomputed before their next reads.
 
-    They are drawn at random from the values that are held across one random position of the backward.
+    These values are drawn at random from those that are held across one random position of the backward.
     """
     backward = np.flatnonzero(evaluations >= arrays.forward_ops)
     if backward.size == 0:

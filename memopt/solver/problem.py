@@ -205,7 +205,7 @@ class Schedule:
         seen: set[int] = set()
         for position, index in enumerate(self.evaluations):
             if not 0 <= index < len(problem.ops):
-                raise ValueError(f"evaluation {position} is op {index} of a problem with {len(problem.ops)} ops")
+                raise ValueError(f"evaluation {position} is op {index}, but there are only {len(problem.ops)} ops")
             op = problem.ops[index]
             if index in seen:
                 if index >= problem.forward_ops or not op.recomputable:
@@ -245,7 +245,10 @@ class Schedule:
                 <= offload.back_before
                 < len(self.evaluations)
             ):
-                raise ValueError(f"{offload} needs out_after < freed_before <= fetch_from <= back_before, in the step")
+                raise ValueError(
+                    f"{offload} needs out_after < freed_before <= fetch_from <= back_before < {len(self.evaluations)}, "
+                    "the number of evaluations"
+                )
             if offload.out_after < made_at[offload.storage]:
                 raise ValueError(
                     f"{offload} copies {storage.name} before evaluation {made_at[offload.storage]} makes it"

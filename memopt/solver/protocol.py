@@ -131,7 +131,7 @@ def _checked(solver: Solver, problem: RematProblem, schedule: object) -> Schedul
 
 
 class UserSolvers:
-    """A user's solvers for one problem. Raises `SolverError` if one does not follow the protocol."""
+    """Calls a user's solvers on one problem. Raises `SolverError` if one does not follow the protocol."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver]) -> None:
         self.solvers = checked_solvers(solvers)
@@ -276,5 +276,5 @@ class SaveAll:
         return self._solution
 
     def baselines(self) -> tuple[Baseline, ...]:
-        """Only the recipe that saves everything, since all others of checkpointing recompute."""
+        """Only the recipe that saves everything, since all other recipes recompute."""
         return (Baseline("save all", self._solution.peak_bytes, 0.0),)

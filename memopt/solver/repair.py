@@ -61,7 +61,8 @@ def sift_down(items: Ints, scores: Floats, at: int, count: int) -> None:
 
 @native_part
 def look_ahead(arrays: Arrays, replay: RepairState, depth: int) -> None:
-    """Set `need` of the storages in memory, and pin those that the `depth` ops on the stack use."""
+    """For the storages in memory, set `need`, the position of the next read; and pin, so that none is evicted, those
+    that the first `depth` ops of `replay.stack` read and that the last of these ops makes."""
     scalars, need = replay.scalars, replay.need
     scalars[LOOK] += 1
     for at in range(scalars[PRESENT]):
@@ -128,8 +129,8 @@ def _need_op(replay: RepairState, op: int, soonest: int) -> int:
 
 @native_part
 def need_again(arrays: Arrays, replay: RepairState, storage: int) -> None:
-    """After the eviction of `storage`: the inputs of its recomputation, missing ones included, are needed as soon as
-    the storage was."""
+    """After the eviction of `storage`: mark that the inputs of its recomputation, and the inputs of those that are
+    missing too, are needed no later than the storage itself."""
     pending = replay.pending
     pending[0] = _need_op(replay, arrays.producer[storage], replay.need[storage])
     count = 1

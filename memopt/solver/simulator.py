@@ -171,7 +171,7 @@ def _offloading(problem: RematProblem, schedule: Schedule, link: Link | None) ->
     if not schedule.offloads:
         return 0.0, problem.home_bytes
     if link is None:
-        raise ValueError(f"the schedule has {len(schedule.offloads)} offloads: pass the link over which they go")
+        raise ValueError(f"the schedule has {len(schedule.offloads)} offloads: pass the link to the host, as link=")
     change = np.zeros(len(schedule.evaluations) + 1, np.int64)
     for offload in schedule.offloads:
         if not problem.storages[offload.storage].home:

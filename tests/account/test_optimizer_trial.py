@@ -57,7 +57,7 @@ def test_fused_variants() -> None:
 def test_refusals_name_what_was_given() -> None:
     with pytest.raises(ValueError, match=r"not 3$"):
         trial(3, {}, torch.device("cpu"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not a list; give several as one Optimizer"):
+    with pytest.raises(ValueError, match="not a list; combine several into one Optimizer"):
         trial([used_adamw(), used_adamw()], {}, torch.device("cpu"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no optimizer 'adamv'"):
         trial("adamv", {}, torch.device("cpu"))

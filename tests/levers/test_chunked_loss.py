@@ -31,8 +31,8 @@ def test_the_logits_are_gone(later: bool) -> None:
     decide = _ChunkLosses(weight_in_backward=later)
     assert called(decide, loss()) == ["memopt.linear_cross_entropy.default"]
     (note,) = decide(loss()).notes
-    assert "without its 1 MB of logits" in note
-    assert ("weight's gradient computed in the backward" in note) == later
+    assert "without holding its 1 MB of logits whole" in note
+    assert ("gradient of the layer's weight only in the backward" in note) == later
     assert note.endswith("equal but for rounding")
 
 

@@ -34,8 +34,8 @@ def test_what_can_be_fused_is_and_the_rest_is_said() -> None:
     assert after.count("aten.scaled_dot_product_attention.default") == 1
     assert after.count("aten.softmax.int") == 1
     assert list(decision.reasons.values()) == ["fused"]
-    assert decision.notes[0] == "fused_attention: 1 of 2 attentions; equal but for rounding"
-    assert decision.notes[1].startswith("fused_attention: left alone, since ")
+    assert decision.notes[0] == "fused_attention: 1 of 2 attentions run as one kernel each; equal but for rounding"
+    assert decision.notes[1].startswith("fused_attention: some attention is left as it is, since ")
 
 
 def test_nothing_to_do() -> None:

@@ -27,14 +27,14 @@ def test_both_are_fused() -> None:
     after = decision.pipeline(graph.module)
     calls = [str(node.target) for node in after.graph.nodes if node.op == "call_function"]
     assert calls == ["aten.gelu.default", "aten.layer_norm.default"]
-    assert decision.notes == ("fused_ops: 1 activations and 1 norms; equal but for rounding",)
+    assert decision.notes == ("fused_ops: 1 activations and 1 norms run as one kernel each; equal but for rounding",)
     assert set(decision.reasons.values()) == {"fused"}
 
 
 def test_what_only_looks_like_it_is_left_alone_and_said() -> None:
     decision = fuse_ops(formulas(root=1.5))
     assert [item.name for item in decision.pipeline][:1] == ["FuseNorms"]
-    assert any(note.startswith("fused_ops: left alone, since ") for note in decision.notes)
+    assert any(note.startswith("fused_ops: some formulas are left as they are, since ") for note in decision.notes)
 
 
 def test_nothing_to_do() -> None:

@@ -35,8 +35,8 @@ def test_the_note_says_which_and_how_many() -> None:
     assert [node.meta["val"].shape[0] for node in linears] == [16] * 8
     (note,) = decision.notes
     assert note == (
-        "tiles: 1 segments in 4 tiles each, the largest from linear to linear_1: 3 calls on 64 rows with 64 kB inside; "
-        "equal but for rounding, as gradients are summed in another order"
+        "tiles: 1 operator sequences run in 4 tiles of rows, the largest linear to linear_1: 3 calls on 64 rows "
+        "with 64 kB inside; equal but for rounding, as gradients are summed in another order"
     )
 
 
