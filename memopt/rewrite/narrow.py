@@ -199,7 +199,7 @@ class DecideFp8:
                 left[text] = None
             else:
                 chosen |= {layer.name: f"fp8: {text}" for layer in free}
-        notes = tuple(f"{self.lever}: left alone, since {reason}" for reason in left)
+        notes = tuple(f"{self.lever}: a layer is left alone, since {reason}" for reason in left)
         if not chosen:
             return Decision(Pipeline((), label=self.lever), notes=notes)
         by = self._scaling

@@ -174,7 +174,7 @@ def notes(decide: DecideFp8, module: GraphModule) -> str:
 def test_large_layers_are_taken_on_a_card_with_units_and_the_last_is_not() -> None:
     assert rewritten(DecideFp8(H100), attention()) == ["linear", "linear_1", "linear_2", "linear_3"]
     assert "4 of 5 layers in e4m3, gradients in e5m2, current scaling" in notes(DecideFp8(H100), attention())
-    assert "left alone, since no other layer follows it" in notes(DecideFp8(H100), attention())
+    assert "a layer is left alone, since no other layer follows it" in notes(DecideFp8(H100), attention())
 
 
 def test_small_ones_are_not() -> None:
