@@ -78,8 +78,9 @@ class SavedValues:
         return all(kept is not None for *_, kept in self.written())
 
     def undo(self) -> bool:
-        """Give tensors that were written to their old values again; returns False where one has no copy. Values are
-        compared too, since some kernels, such as that of batch normalisation, write without raising the version."""
+        """Copy the saved values back into the tensors that were written to since this object was made; returns False if
+        one of these has no copy. Tensors whose version is unchanged are compared with their copies, since some kernels,
+        such as that of batch normalisation, write without incrementing the version."""
         for reference, version, kept in self.tensors:
             if kept is None or (tensor := reference()) is None:
                 continue

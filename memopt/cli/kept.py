@@ -85,7 +85,8 @@ class Planned:
         return self.details.plan
 
     def diff(self, other: Planned | None = None, *, order: bool = False) -> PlanDiff:
-        """The changes of the plan, or with `other` those that only one of both plans makes: see `Plan.diff`."""
+        """What the plan changes in the captured step; with `other`, the changes that one of the two plans makes and the
+        other does not. `order` shows nodes that only moved, too. See `Plan.diff`."""
         if order:
             return self.live().diff(None if other is None else other.live(), order=True)
         own = diff_of(self.plan, self.details.changes, self.details.modules, lambda stage: self.live().diff(stage))

@@ -172,8 +172,10 @@ def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
 
 @contextmanager
 def unknown_numbers(inputs: Sequence[Any]) -> Iterator[list[Any]]:
-    """Context of a run on fakes, which it gives, of a region's inputs: as while the region is traced, the `item()` of
-    a number among them is unknown: fakes remember it, and their clones do not. To be called inside a Dynamo backend."""
+    """Context that gives fake tensors for a region's inputs, to run the region on. As while the region is traced,
+    `item()` of a number among them (0-dimensional, without gradient) returns a symbol of unknown value. Numbers are
+    cloned for this: in the first fake of an input torch stores a symbol with the input's value (`item_memo`), which
+    clones lack. To be called inside a Dynamo backend."""
     mode, fakes = fresh_fakes(inputs)
     shapes: Any = mode.shape_env
     with mode, shapes.ignore_fresh_unbacked_symbols(), failing_on_fakes():

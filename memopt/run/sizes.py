@@ -56,8 +56,10 @@ class SizeBounds:
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call, *, margin: float = MARGIN) -> Sizes:
-        """The sizes to plan for where a call exceeds those of all plans: the largest ones declared, else the largest
-        seen, times `margin` where sizes grow."""
+        """The sizes to plan for where a call exceeds those of all plans: for each size that changes, the largest value
+        that the user declared; without one, or if the call exceeds it, the largest value seen. The latter is multiplied
+        by `margin` if a later call exceeded an earlier one there, or if no dimension of the call's tensors has this
+        size; it is at most what the region's graph allows."""
         self.see(call)
         declared = self.declared(call) if region.changing else {}
         found = []

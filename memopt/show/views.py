@@ -82,7 +82,10 @@ def diff_between(
 ) -> PlanDiff:
     """The changes that only one of two plans makes, by the changes of each, with a title that names both; `of_stage` is
     as in `PlanDiff`."""
-    title = f"{plan.model} on {plan.hardware}: + changes only within {_budget(plan)}, - only within {_budget(other)}"
+    title = (
+        f"{plan.model} on {plan.hardware}: + is done only by the plan within {_budget(plan)}, "
+        f"- only by the plan within {_budget(other)}"
+    )
     modules = dict.fromkeys((*own.modules, *others.modules))
     return PlanDiff(title, between(others.changes, own.changes), tuple(modules), of_stage)
 

@@ -1,5 +1,6 @@
-"""Divides a step into a chain of blocks, the forward where few bytes cross, the backward to match; and the table of
-nested plans of such chains, filled by compiled code.
+"""Divides a step into a chain of blocks, the forward where few bytes cross and the backward to match; and fills a
+table, by compiled code, from which the fastest nested plan of the chain is read. In a nested plan, blocks that are
+recomputed may again save only some of their values, so that the others are recomputed once more.
 
 `cost[row(s, t), m]` is the least seconds added by the forwards and backwards of blocks s … t in `m` slots of memory (a
 slot is a fixed number of bytes), given the inputs of block s. If t is the last block, the forwards are first

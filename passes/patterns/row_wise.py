@@ -26,9 +26,10 @@ Operands: TypeAlias = tuple[tuple[Node, RowsPlace | None], ...]
 
 
 def row_operands(node: Node, place: RowsPlace) -> Operands | None:
-    """Returns the operands of a call, each with the place where it has the rows (None: every row reads all of it),
-    given where the result has them. None where the call is not known to compute each row from the same row of its
-    operands."""
+    """Returns, for rows along the dimension `place` of a call's result (or along a part of it, see `RowsPlace`), the
+    operands of the call, each with the dimension along which it has the same rows; None in its place if every row of
+    the result reads the whole operand. Returns None where the call is not known to compute each row from the same row
+    of its operands."""
     if node.target is operator.getitem:
         return ((node.args[0], place),) if isinstance(node.args[0], Node) else None
     name = op_name(node)
