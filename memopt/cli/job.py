@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -193,7 +194,9 @@ def _allowed(written: str) -> frozenset[str]:
     for name in filter(None, map(str.strip, written.split(","))):
         lever = name.removeprefix("-")
         if lever not in {*allowable(), "default"}:
-            raise UsageError(f"--allow has no lever {name!r}; known are default, {', '.join(allowable())}")
+            close = difflib.get_close_matches(lever, allowable(), n=1)
+            meant = f"; did you mean {close[0]}?" if close else f"; known are default, {', '.join(allowable())}"
+            raise UsageError(f"--allow has no lever {name!r}{meant}")
         (removed if name.startswith("-") else added).update(default if lever == "default" else {lever})
     return frozenset(added - removed)
 
