@@ -108,8 +108,8 @@ def home_device(parameter: nn.Parameter) -> torch.device:
 
 
 def device_to_move_to(model: nn.Module, options: Options, call: Call) -> torch.device | None:
-    """The device of a call's inputs, to which the model has to move: it lies on the host as a whole, the inputs do not,
-    and `allow` lets frozen parameters stay on the host ("offload_parameters"). Else None; also for a model that is
+    """The device of a call's inputs, if the model has to move to it: if all of the model is on the host, the inputs are
+    not, and `allow` lets frozen parameters stay on the host ("offload_parameters"). Else None; also for a model that is
     spread over ranks, since FSDP2 has a way of its own to keep parameters on the host."""
     if OFFLOAD_PARAMETERS not in options.levers:
         return None
@@ -166,7 +166,7 @@ def move_back(model: nn.Module) -> None:
 
 def with_inputs_there(model: nn.Module, call: Call) -> Call:
     """The call with its tensors moved to the model's device, if the model has parameters that are stored on the host:
-    the caller may have put its tensors there, where such a model seems to be, as `generate` does."""
+    the caller, such as `generate`, may have put them on the host because such a model seems to be there."""
     if not _homes or not (there := _lying(model)):
         return call
     device = there[0][1].shell.device

@@ -159,7 +159,7 @@ class ModelsOnDevice:
         return BudgetError(refused.budget_bytes, works, reason, least=False, further=refused.notes, ways=refused.ways)
 
     def with_margin(self, nbytes: int) -> int:
-        """A budget to be named for the steps of several models that were counted to need `nbytes`."""
+        """The budget to name for the steps of several models that were counted to need `nbytes`: these and a margin."""
         return nbytes + nbytes // _MARGIN
 
     def _nothing_recomputed(self, entry: Entry, others: list[Entry], alone: Alone) -> int:

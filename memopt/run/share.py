@@ -372,9 +372,9 @@ class Share:
         return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
-        """`refused`, of a call that began while `waiting` forwards waited, with a budget that has room for the call and
-        for these forwards with nothing recomputed. Its text says so if fewer waiting forwards were expected. `plain`
-        returns what the call needs without a plan."""
+        """`refused`, the error of a call that began while `waiting` forwards waited, with a budget that has room for
+        the call and for these forwards with nothing recomputed. The error's text says so if fewer waiting forwards were
+        expected. `plain` returns what the call needs without a plan."""
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
         refused = self.ledger.for_whole_step(self.entry, refused, plain)

@@ -1,5 +1,5 @@
 """The training calls of one kind, of a model alone or of a model with its loss function: plans, records and runs them.
-The session has their state."""
+The model's status (`Status`) is kept by the session."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class TrainingCalls:
         return refused.adding(words, smallest_bytes=most.smallest_bytes)
 
     def largest(self, call: Call) -> Call:
-        """The call with the largest sizes that the user declares, if it is planned on fake tensors; else `call`."""
+        """The call enlarged to the largest sizes that the user declares; unchanged if not planned on fake tensors."""
         if not self.options.to_train or self.recorded.needs_fakes(call):
             return at_largest(call, self.recorded.declared(call))
         return call
