@@ -102,7 +102,7 @@ def on_device(model: nn.Module) -> Iterator[None]:
 
 
 def home_device(parameter: nn.Parameter) -> torch.device:
-    """The device on which a parameter is computed with, also while it is stored on the host."""
+    """The device on which operators read a parameter, also while it is stored on the host."""
     home = _homes.get(parameter) if _homes else None
     return parameter.device if home is None else home.shell.device
 
@@ -121,8 +121,8 @@ def device_to_move_to(model: nn.Module, options: Options, call: Call) -> torch.d
 
 @contextmanager
 def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> Iterator[None]:
-    """A context in which a model that was built on the host is on the device of the example inputs, where
-    `device_to_move_to` finds one. It moves back if the code in it fails."""
+    """A context in which a model that was built on the host is on the device of the example inputs, if it has to move
+    there (`device_to_move_to`). The model moves back if the context's code fails."""
     model, call = unwrapped(model), ((), {}) if example_inputs is None else batch_call(example_inputs, options.loss_fn)
     device = device_to_move_to(model, options, call)
     try:

@@ -362,7 +362,7 @@ class Ledger(ModelsOnDevice):
         return allocated + needed < fitted[1] + BOOKKEEPING_BYTES
 
     def note_fits(self, entry: Entry, plan: Plan, needed: int) -> None:
-        """Record that a backward fits that begins now, for `fits_as_before`."""
+        """Record that the backward that begins now fits the budget; `fits_as_before` compares later ones with it."""
         source, allocated = self._reading()
         if allocated is not None:
             entry.figures[(_FITTED, source), id(plan)] = plan, allocated + needed

@@ -229,8 +229,8 @@ class Share:
         """Whether forwards of other models may run before the backward of this one, though none was seen to. Until the
         model's first backward: if there are models on the device that are not optimised. Later: if other optimised
         models train and fewer than two steps of this one are over (a discriminator after the generator's step), or if
-        parameters of models that are not optimised have been added on the device, as of a copy that teaches the model
-        from now on."""
+        models that are not optimised have more parameters on the device than before, such as a new teacher that is a
+        copy of this model."""
         if self.entry.fixed_bytes is not None:
             return False
         if self.entry.seen.backward and self.entry.groups.done < 2 and moment.others_train:

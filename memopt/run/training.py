@@ -108,8 +108,8 @@ class TrainingCalls:
 
     def fitting_within_modes(self, names: str, now: CallInProgress) -> CountedStep | None:
         """The `CountedStep` of a call within the user's dispatch modes `names`. Dynamo captures nothing there, so that
-        the call runs plain, with a warning once. Where it exceeds the budget, None if `allow` has "plain", else
-        `BudgetError` is raised. Raises `CaptureError` where its bytes cannot be counted."""
+        the call runs plain, with a warning once. Where it exceeds the budget or cannot be counted: None if `allow` has
+        "plain", since the call then runs nevertheless; else `BudgetError` or `CaptureError` is raised."""
         within = (
             f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
         )

@@ -100,9 +100,10 @@ class UntilBackward:
     @classmethod
     def look(cls, roots: Sequence[Any]) -> None:
         """Called when a backward starts at `roots` (tensors or edges). If its autograd graph leads to the latest
-        forward, two figures of the caller's code between the two are estimated from the graph: the bytes that it holds,
-        where the loss is outside of the model (`Entry.meanwhile`), and the bytes of gradients that it gives the model's
-        parameters by itself (`Entry.given_bytes`). The model's entry keeps the largest of each."""
+        forward, two figures of the caller's code between that forward and the backward are estimated from the graph:
+        the bytes that this code holds, where the loss is outside of the model (`Entry.meanwhile`), and the bytes of
+        gradients of parameters that it uses itself (`Entry.given_bytes`). The model's entry keeps the largest of each.
+        """
         seen = cls._running
         entry = None if seen is None else seen.entry()
         if seen is None or entry is None:
