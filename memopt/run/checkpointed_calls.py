@@ -90,7 +90,7 @@ class CheckpointedCalls:
 
     def run(self, choice: Choice, now: CallInProgress, plan: Plan | None) -> Any:
         """Run a call with a choice of checkpoints that fits. `plan` is that of a larger call, where this call could be
-        planned: the time that the checkpoints cost compared to it is then counted."""
+        planned: an estimate of the time that the checkpoints cost is then counted for `instead_of_planning`."""
         calls, fits = choice
         started = time.perf_counter()
         result = calls.run(now, fits)
@@ -113,7 +113,7 @@ class CheckpointedCalls:
         self, refused: BudgetError | CaptureError, broken: str | None, now: CallInProgress
     ) -> BudgetError | CaptureError:
         """`refused` with the smallest budget in which the call runs with checkpoints, if no plan of the call can be
-        made or every plan needs a larger one. `broken` is the reason why the forward breaks into regions; if it is
+        made or every plan needs a larger budget. `broken` is the reason why the forward breaks into regions; if it is
         None, a `BudgetError` is returned unchanged."""
         if isinstance(refused, CaptureError):
             budget = self.planner.terms.options.budget_bytes

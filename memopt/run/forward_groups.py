@@ -46,8 +46,8 @@ class ForwardGroups:
         return max([self.at_least, *self._earlier]) - 1
 
     def held_after(self, plan: Plan) -> int:
-        """The bytes that each further forward of a group is expected to hold, if the first one runs by `plan`: as many
-        as the latest further forward held, if one that waited then held at least what `plan` holds; else no fewer than
-        `plan` holds."""
+        """The bytes that each forward of a group after its first is expected to hold, if the first runs by `plan`: as
+        many as the latest such forward of any group held; but at least as many as `plan` holds, if no forward that
+        waited beside that one held so many."""
         after, before = self.beside_waiting or (plan.held_bytes, 0)
         return after if plan.held_bytes <= before else max(after, plan.held_bytes)

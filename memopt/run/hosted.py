@@ -102,14 +102,14 @@ def on_device(model: nn.Module) -> Iterator[None]:
 
 
 def home_device(parameter: nn.Parameter) -> torch.device:
-    """The device on which a parameter is computed with, also while it is stored on the host."""
+    """The device on which operators read a parameter, also while it is stored on the host."""
     home = _homes.get(parameter) if _homes else None
     return parameter.device if home is None else home.shell.device
 
 
 def device_to_move_to(model: nn.Module, options: Options, call: Call) -> torch.device | None:
-    """The device of a call's inputs, to which the model has to move: it lies on the host as a whole, the inputs do not,
-    and `allow` lets frozen parameters stay on the host ("offload_parameters"). Else None; also for a model that is
+    """The device of a call's inputs, if the model has to move to it: if all of the model is on the host, the inputs are
+    not, and `allow` lets frozen parameters stay on the host ("offload_parameters"). Else None; also for a model that is
     spread over ranks, since FSDP2 has a way of its own to keep parameters on the host."""
     if OFFLOAD_PARAMETERS not in options.levers:
         return None
@@ -121,8 +121,8 @@ def device_to_move_to(model: nn.Module, options: Options, call: Call) -> torch.d
 
 @contextmanager
 def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> Iterator[None]:
-    """A context in which a model that was built on the host is on the device of the example inputs, where
-    `device_to_move_to` finds one. It moves back if the code in it fails."""
+    """A context in which a model that was built on the host is on the device of the example inputs, if it has to move
+    there (`device_to_move_to`). The model moves back if the context's code fails."""
     model, call = unwrapped(model), ((), {}) if example_inputs is None else batch_call(example_inputs, options.loss_fn)
     device = device_to_move_to(model, options, call)
     try:
@@ -166,7 +166,7 @@ def move_back(model: nn.Module) -> None:
 
 def with_inputs_there(model: nn.Module, call: Call) -> Call:
     """The call with its tensors moved to the model's device, if the model has parameters that are stored on the host:
-    the caller may have put its tensors there, where such a model seems to be, as `generate` does."""
+    the caller, such as `generate`, may have put them on the host because such a model seems to be there."""
     if not _homes or not (there := _lying(model)):
         return call
     device = there[0][1].shell.device

@@ -181,10 +181,10 @@ def as_compiled_least(
 
 def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
     """The plan of a call with the smallest peak: the caller compiles it to measure the smallest budget that a
-    `BudgetError` names. It is searched for in a budget of `planned_bytes`, the smallest without regard to compiled
-    code, or was stored by `as_compiled_least` and is returned with the bytes now outside of the step. None where
-    nothing can be compiled here (`compiles`). Raises `BudgetError` where no plan fits in `planned_bytes`, and
-    `CaptureError` where the call cannot be traced."""
+    `BudgetError` names. A plan stored by `as_compiled_least` is returned, with an account of the bytes that are outside
+    of the step now; else the fastest plan in a budget of `planned_bytes`, the smallest budget if compiled code held
+    what is planned. None where nothing can be compiled here (`compiles`). Raises `BudgetError` where no plan
+    fits in `planned_bytes`, and `CaptureError` where the call cannot be traced."""
     if not compiles(recorded.planner, recorded.situation):
         return None
     key, account = _key(recorded)
@@ -202,8 +202,8 @@ def compiled_bytes(plan: Plan, emit: Callable[[Plan], Sequence[Emitted]]) -> int
 
 
 def compiles(planner: CallPlanner, situation: Situation) -> bool:
-    """Whether a call is compiled in this process, by a plan of the call alone: the plan is for this device, parameters
-    have values, no lever on the optimizer is allowed, and no other forwards or ranks are planned with the call."""
+    """Whether a call's plan is compiled in this process and concerns that call alone: the plan is for this device,
+    parameters have values, no lever on the optimizer is allowed, and no other forwards or ranks are planned with it."""
     if not planner.terms.fuses:
         return False
     alone = not (situation.to_come or situation.buckets or planner.optimizer_choice.allowed or planner.terms.sharding)

@@ -41,6 +41,6 @@ class LatestLooks:
 
     def limit(self, level: int) -> int:
         """An upper bound on what a search would find outside of the step now, when `level` bytes are allocated besides
-        those that memopt accounts for. At each of the latest searches, a part of such bytes belonged to the step: that
-        part is assumed to be no smaller now than the smallest of these."""
+        those that memopt accounts for. Some of these belong to the step: it is assumed that there are now no fewer of
+        them than at any of the latest searches."""
         return max(0, level - min([rest for _, rest in self.levels]))

@@ -158,7 +158,7 @@ class Moment:
 
     def still_fits(self, plan: Plan, situation: Situation) -> bool:
         """Whether a plan made for another situation fits now, too. Also False for one that recomputes and was made
-        while other tensors or forwards held far more."""
+        while other tensors or forwards held far more than now: a faster one is possible."""
         account = plan.account
         if self._has_shrunk(plan, account.other_forwards - self.waiting_bytes - self.kept_outputs):
             return False
@@ -211,7 +211,7 @@ class Moment:
 
     def others_in_backward(self, gradients_held: bool) -> int:
         """The bytes that the model holds beside this call's plan while the call's backward runs. These are what waiting
-        forwards saved and, if further forwards are to come before that backward, the gradients that theirs leave. If
+        forwards saved and, if further forwards are to come first, the gradients that the others' backwards leave. If
         none are to come, but forwards wait and `gradients_held`, half of the gradients are added: one backward through
         all forwards sums gradients outside of `.grad` until it ends."""
         if self.to_come:
@@ -227,8 +227,8 @@ class Moment:
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
         """`refused`, the error of a call, with a budget that works for larger calls too, which came before and may come
-        again; unchanged where that budget is no larger. It is the budget of `above`, the error of the larger calls, and
-        the bytes by which tensors outside of the step took more at an earlier forward than now."""
+        again; unchanged where that budget is no larger. It is the budget of `above`, the error of the larger calls,
+        plus the bytes by which tensors outside of the step took more at an earlier forward than now."""
         grown = max(0, self.entry.most_elsewhere - self.entry.found.other)
         smallest = above.smallest_bytes + grown + self.entry.notable_bytes  # growth too small for a search
         if smallest <= refused.smallest_bytes:
@@ -244,8 +244,8 @@ class Moment:
         return max((one.peak_bytes - one.held_bytes for one in self.entry.plain_waiting()), default=0)
 
     def may_hold(self, held_bytes: int) -> bool:
-        """Whether this call may hold `held_bytes` until its backward and leave waiting forwards the room that they need
-        for theirs."""
+        """Whether this call may hold `held_bytes` until its backward, so that the backwards of waiting forwards have
+        enough room if they run before it."""
         return self.spare_bytes is None or held_bytes <= self.spare_bytes
 
     def reserved_bytes(self, held_bytes: int) -> int:
@@ -362,7 +362,7 @@ class Ledger(ModelsOnDevice):
         return allocated + needed < fitted[1] + BOOKKEEPING_BYTES
 
     def note_fits(self, entry: Entry, plan: Plan, needed: int) -> None:
-        """Record that a backward fits that begins now, for `fits_as_before`."""
+        """Record that the backward that begins now fits the budget; `fits_as_before` compares later ones with it."""
         source, allocated = self._reading()
         if allocated is not None:
             entry.figures[(_FITTED, source), id(plan)] = plan, allocated + needed

@@ -28,10 +28,10 @@ _looked: WeakSet[nn.Module] = WeakSet()
 @contextmanager
 def ends_beyond(model: nn.Module, call: Call, most_nodes: float) -> Iterator[None]:
     """A context around a forward: once it has made more than `most_nodes` autograd nodes, it is undone and `LongerPath`
-    is raised. The nodes are counted before each of its modules runs, and at the end of the block.
+    is raised. The nodes are counted before each of its modules runs, and at the end of the context.
 
-    A model's first forward in such a block is never ended: it shows which parameters the forward writes to. Nor is one
-    that has written to a large buffer, which could not be undone."""
+    A model's first forward in such a context is never ended: it shows which parameters the forward writes to. Nor is
+    one that has written to a large buffer, which could not be undone."""
     if model not in _looked:
         with parameters_restored(model, restore=False):
             yield

@@ -119,8 +119,8 @@ class ModelsOnDevice:
     def goes_on(self, entry: Entry) -> bool:
         """Whether a step of a model that exceeds its budget runs nevertheless, with a warning: if a parameter was
         updated before (`Entry.stepped`), and forwards were seen to differ in their number of operators, or gradients of
-        any model on the device were differentiated (`create_graph=True`). The first step of such a loop does not show
-        what later ones need."""
+        any model on the device were differentiated (`create_graph=True`). In such a training, the first step does not
+        show what later ones need."""
         return entry.stepped and (entry.paths_vary or any(one.differentiated for one in self.entries))
 
     def _waiting(self) -> list[Waiting]:
@@ -159,7 +159,7 @@ class ModelsOnDevice:
         return BudgetError(refused.budget_bytes, works, reason, least=False, further=refused.notes, ways=refused.ways)
 
     def with_margin(self, nbytes: int) -> int:
-        """A budget to be named for the steps of several models that were counted to need `nbytes`."""
+        """The budget to name for the steps of several models that were counted to need `nbytes`: these and a margin."""
         return nbytes + nbytes // _MARGIN
 
     def _nothing_recomputed(self, entry: Entry, others: list[Entry], alone: Alone) -> int:

@@ -81,9 +81,9 @@ class SeenOverlaps:
 def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room_bytes: int) -> int:
     """How many of `room_bytes` a model leaves for forwards of other models that were seen to overlap with its own.
 
-    Each gets what it holds by its plan that holds least: the others as seen, the model itself `own_least`. The rest of
-    the room is divided in proportion to how much more each would hold with nothing recomputed, up to `own_most` for the
-    model itself.
+    First, each model gets what it holds by its plan that holds least: the other models what `seen` says, the model
+    itself `own_least`. The rest of the room is divided in proportion to how much more each would hold with nothing
+    recomputed, which is `own_most` in all for the model itself.
     """
     found = list(seen)
     least = max((one.held_bytes(least=True) for one in found), default=0)

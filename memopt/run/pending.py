@@ -485,7 +485,7 @@ def _hook() -> object:
 def to_follow(entry: Entry, appeared: int, backwards: int) -> int:
     """The bytes outside of the step that are expected to appear in later backwards through the forward whose backward
     begins now, and in later steps, if `appeared` bytes have so far. `backwards` is the number of its backwards, this
-    one included: after the second, no more are expected for a third, as that may be the last, which frees more."""
+    one included. At the second, none are expected for a third: that may be the last one, which frees the graph."""
     if backwards < 2:
         return 0
     again = appeared // (backwards - 1) if keeps_graph() and backwards > 2 else 0

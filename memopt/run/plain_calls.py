@@ -172,7 +172,7 @@ class PlainCalls(PlainCounter):
 
     def needed_bytes(self, now: CallInProgress, most_bytes: int) -> int | None:
         """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later calls like it too,
-        before which gradients may exist; None where that is above `most_bytes` or is not known."""
+        even if gradients exist when they begin; None where that is above `most_bytes` or is not known."""
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)

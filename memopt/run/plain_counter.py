@@ -92,8 +92,8 @@ def bytes_beside(moment: Moment, account: Account) -> int:
 
 
 def graph_key(call: Call) -> Hashable:
-    """A key of a call, equal for calls whose tensors have the same dtypes, numbers of dimensions and `requires_grad`: a
-    loop is assumed to keep the graphs of all these alike (`Retention`)."""
+    """A key of a call, equal for calls whose tensors have the same dtypes, numbers of dimensions and `requires_grad`:
+    the backwards of all such calls are assumed to keep their autograd graphs in the same way (`Retention`)."""
     return tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors_in(call)])
 
 
@@ -147,9 +147,10 @@ class PlainCounter:
         beside: Callable[[Account], int] = lambda account: 0,
     ) -> PlainStep | None:
         """The step of a call, counted without its values; by a run on its values where the code branches on them and no
-        other rank waits for its gradients, and where checkpoints are to be checked. None where it does not fit the
-        budget: the count stops as soon as that is clear. `closely` is as for `count_plain_step`; `beside` returns the
-        bytes on the device outside of the step whose account it is given: a run on values has to fit beside them.
+        other rank waits for its gradients, and where checkpoints are to be checked. None where it cannot be counted,
+        or does not fit the budget: the count stops as soon as that is clear. `closely` is as for `count_plain_step`;
+        `beside` returns the bytes on the device outside of the step whose account it is given: a run on values has to
+        fit beside them.
         """
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks, with the other ranks, which do not count

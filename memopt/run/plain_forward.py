@@ -70,7 +70,7 @@ class PlainForward(WaitingPlain):
         return freed
 
     def saved_bytes(self) -> int:
-        """The bytes that it would hold until its backward if none of its saved values were freed (`free_saved`)."""
+        """The bytes that the forward would hold until its backward if `free_saved` had freed nothing."""
         return self.held_bytes + self._freed_bytes
 
     def end(self) -> None:
@@ -92,8 +92,8 @@ class PlainForward(WaitingPlain):
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
         """Called at each backward of the process; the arguments are those of `Watcher.before_backward`. Raises
-        `BudgetError` where a backward through this forward exceeds the budget that has `create_graph=True` or comes
-        after one that had. Returns no additions to gradients."""
+        `BudgetError` where the backward goes through this forward, has `create_graph=True` or comes after one that had,
+        and exceeds the budget. Returns no additions to gradients."""
         if (order or self.graph.derived) and passes_by(starts, WAITS, self):
             if order:
                 self.entry.differentiated = True

@@ -41,8 +41,8 @@ class Kind:
         return enough or (plans_serve_all and any(_constants(sizes) == _constants(large) for large in self.too_large))
 
     def growth(self, sizes: Sizes) -> float:
-        """The factor by which sizes above the latest count are raised to be counted: the largest of `GROWTHS` with
-        which the step is likely to fit, if its bytes grow with the square of the sizes that grew."""
+        """The margin by which sizes above those of the latest count are multiplied before they are counted: the first
+        of `GROWTHS` with which the step fits if its bytes grow with the square of the sizes; if none, the last one."""
         most, latest = self.fitting[-1]
         ratio = max(size / max(1, limit) for size, limit in zip(sizes, most, strict=True))
         for growth in GROWTHS[:-1]:
@@ -85,8 +85,8 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> Sizes:
 
 
 def grown(call: Call, kind: Kind) -> Iterator[Call]:
-    """Yields the call at larger sizes to count it for: those of the latest count, and its own with a margin where these
-    are larger (`Kind.growth`). Yields nothing before the first count."""
+    """Yields one enlarged call to be counted, so that the count serves other calls too: each size is that of the latest
+    count, or the call's own times a margin (`Kind.growth`) if it is larger. Yields nothing before the first count."""
     if not kind.fitting:
         return
     tensors = list(tensors_in(call))

@@ -186,9 +186,9 @@ class DataParallel:
 
     def together(self, terms: Callable[[], Mapping[str, str]], *, ahead: bool = False) -> AbstractContextManager[None]:
         """A context for a forward that begins now, or with `ahead` for planning it earlier, that succeeds on all ranks
-        or fails on all. The first block raises `ValueError` on all ranks where their `terms` differ.
+        or fails on all. The first such context raises `ValueError` on all ranks where their `terms` differ.
 
-        Only forwards whose backward exchanges gradients are synchronous on all ranks; for others the block does
+        Only forwards whose backward exchanges gradients are synchronous on all ranks; for others the context does
         nothing."""
         wrapper = self.wrapper
         if wrapper is None or (not ahead and (wrapper is not active_wrapper() or not _exchanges(wrapper))):

@@ -102,12 +102,12 @@ class Recorder:
 
     @property
     def broken(self) -> RecordedCalls:
-        """The recording of calls in several regions."""
+        """The object that records calls in several regions."""
         self._in_present_terms()
         return self._broken
 
     def _all(self) -> Iterable[RecordedCalls]:
-        """All recordings."""
+        """All objects that record calls, in one region or in several."""
         self._in_present_terms()
         return self._first, *(whole for _, whole in self._own.items()), self._broken
 
@@ -159,8 +159,8 @@ class Recorder:
             recorded.forget()
 
     def forget_plans(self, but: Plan | None) -> None:
-        """Drop all plans, except `but` among those of calls in several regions. Captured regions stay, and so does the
-        code of calls in several regions."""
+        """Drop all plans, except `but` if it is for a call in several regions. Captured regions stay, and so does the
+        emitted code of calls in several regions."""
         for recorded in self._all():
             recorded.forget_plans(but=but)
 

@@ -129,8 +129,9 @@ class Replay:
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
     ) -> torch.Tensor:
         """A tensor of this kind that is computed when it is first read: the gradient of the output at `position`. It is
-        `own` plus what flows to it through other outputs with the gradients `given`, by position. A second forward
-        computes it, and `UnplannedGradientError` is raised where that is impossible."""
+        `own`, which the caller's code passes to that output itself, plus what flows to it through other outputs, whose
+        gradients `given` has by position. A second forward computes it; raises `UnplannedGradientError` where that is
+        impossible."""
         strides = torch.empty(kind.shape, device="meta").stride()
         all_given = given if own is None else {position: own, **given}
         return _InnerGradient(self, position, kind, all_given).on_demand(

@@ -126,8 +126,8 @@ class Road:
         return beside_plain(plan, count, low=self.planner.terms.rewriting.autocast is not None)
 
     def finished(self, plan: Plan, situation: Situation) -> Plan:
-        """The plan of a call as it is handed to the caller. Where the backend compiles code here, its `smallest_gb`
-        compiles the smallest plan, since compiled code may hold other bytes than planned."""
+        """The plan of a call as it is handed to the caller. Where the backend compiles code here, reading the plan's
+        `smallest_gb` compiles the plan with the smallest peak, as compiled code may hold other bytes than planned."""
         if not (isinstance(plan.source, StepOfPlan) and kept_plans.compiles(self.planner, situation)):
             return plan
         compiled = plan.source.compiled_bytes or partial(kept_plans.compiled_bytes, emit=self._emit)

@@ -26,7 +26,7 @@ class StepMemoryError(torch.OutOfMemoryError):
 
     Attributes:
         undone: whether gradients, buffers and random generators are as they were before the call.
-        repeated: whether the call was tried once more by a tighter plan.
+        repeated: whether the call was tried once more, by a plan that holds less.
     """
 
     def __init__(self, message: str, *, undone: bool) -> None:
@@ -69,10 +69,10 @@ class SafetyNet:
         as_plain_fails: Callable[[Exception], Exception],
     ) -> Any:
         """Run a training call by `attempt`, which gets the state before the call; `inputs` are the call's tensors. With
-        `repeat`, a call whose forward fails to allocate is undone and run once more by a tighter plan, and one that
-        fails by an error of the model's own code is undone and raises what `as_plain_fails` returns for it.
+        `repeat`, a call whose forward fails to allocate is undone and run once more by a plan that holds less; one
+        that fails by an error of the model's own code is undone and raises what `as_plain_fails` returns for it.
 
-        Raises `StepMemoryError` where no tighter plan works either, and where the call could not be undone."""
+        Raises `StepMemoryError` where no such plan works either, and where the call could not be undone."""
         before, self._forwards_before = CallState.of(self.model, inputs), self.entry.begun
         self._plain_bytes = 0
         self.before = before
@@ -130,8 +130,8 @@ class SafetyNet:
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """Undo the call in whose backward an allocation failed (gradients, buffers and random states), and plan later
-        calls tighter. Returns the `StepMemoryError` to raise, which says whether all was undone; `failure` itself, with
-        nothing done, where no planned forward is in its backward."""
+        calls to hold less. Returns the `StepMemoryError` to raise, which says whether all was undone; `failure` itself,
+        with nothing done, where no planned forward is in its backward."""
         forwards = self.entry.in_backward()
         if not forwards:
             return failure

@@ -184,7 +184,8 @@ class PlainSecondRun:
     @classmethod
     def of(cls, model: nn.Module, run: Callable[..., Any], call: Call) -> PlainSecondRun | None:
         """The second run of a call whose first run begins now; None where an input is sparse, nested or quantised.
-        Models with the user's hooks, which may change objects outside of the model, run by a plan instead."""
+        Only for models without forward hooks of the user, which may change objects outside of the model: models with
+        such hooks never run plain, as their steps are not counted."""
         tensors = list(tensors_in(call))
         if any(map(special_kind, tensors)):
             return None

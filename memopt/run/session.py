@@ -1,5 +1,5 @@
-"""The session of an optimised model: it has the model's state, and alone changes it. Training calls run as planned, all
-others as before."""
+"""The session of an optimised model: it keeps the model's status (`Status`), which nothing else changes. Training calls
+run as planned, all others as before."""
 
 from __future__ import annotations
 
@@ -572,8 +572,8 @@ class Session:
             return plan
 
     def estimated_bytes(self, example_inputs: Any) -> int:
-        """An estimate of the smallest budget in bytes in which a training call can be planned, in a fraction of the
-        time that its plan takes. Raises `CaptureError` where the call cannot be captured."""
+        """An estimate of the smallest budget in bytes in which a training call can be planned, made in a fraction of
+        the time that planning takes. Raises `CaptureError` where the call cannot be captured."""
         calls, call = self._ahead(example_inputs)
         return estimated_bytes(calls.planner, call)
 
@@ -595,7 +595,7 @@ class Session:
     @contextmanager
     def from_captures(self, earlier: Session | None) -> Iterator[None]:
         """A context in which calls are planned from the graphs of `earlier`, a session of the same model, if its
-        options differ at most in budget, bytes elsewhere and forwards; `earlier` gets them back if the block fails."""
+        options differ at most in budget, `elsewhere_gb` and `forwards`; `earlier` gets them back if the block fails."""
         if earlier is None or not self._differs_in_room(earlier):
             yield
             return
@@ -622,8 +622,8 @@ class Session:
             calls.take_captures(others)
 
     def take_over(self) -> None:
-        """Replace the model's call. Later plans use exactly the levers on the optimizer of the plan made so far, if
-        any.
+        """Replace the model's call. Later plans use the levers on the optimizer that the plan made so far uses, and no
+        others: none if there is no plan yet.
 
         If the user compiles the model, torch.compile breaks its graph at this call, which then runs as planned."""
         for calls in self.kinds:

@@ -59,8 +59,8 @@ class Settings:
 
     @property
     def have_schedule(self) -> bool:
-        """Whether a setting that is a number changes so often, as a count of steps does, that of its value only whether
-        it is zero still makes a difference between states."""
+        """Whether a setting changes so often, as a count of steps does, that its value no longer distinguishes states
+        from each other: of a number, only whether it is zero still does."""
         return any(changes > _MOST_CHANGES for changes in self._changes.values())
 
     @contextmanager

@@ -43,7 +43,8 @@ class Sharded:
 
     @property
     def there(self) -> bool:
-        """Whether the model is sharded, now or at an earlier call: within a forward, parameters are unsharded."""
+        """Whether the model is sharded. Once it was, its parameters are not looked at again: within a forward they are
+        unsharded."""
         if self._ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
             return self._ranks is not None
         return any(map(is_sharded, parameters_in(modules_of(self.model))))
@@ -57,7 +58,7 @@ class Sharded:
     @contextmanager
     def together(self, terms: Callable[[], Mapping[str, str]]) -> Iterator[None]:
         """A context for a forward, or for planning it earlier, that raises on all ranks if it raises on one of them
-        before `begin` is called. The first block checks that all ranks have the same `terms`."""
+        before `begin` is called. The first such context checks that all ranks have the same `terms`."""
         if self._ranks is None:
             self._ranks = Ranks(next(ranks_of(value) for value in self.model.parameters() if is_sharded(value)))
             sharding = f"{sharding_in_words(self.model)}{placements_in_words(self.model)}"
@@ -134,8 +135,8 @@ def check_sharding(model: nn.Module) -> None:
 
 
 Planned = Callable[[Plan | None], Executable]
-"""Plans a forward with the blocks kept that are set when it is called. Its argument is the plan that frees all blocks;
-None to make that plan."""
+"""Plans a forward in which those blocks stay gathered that `Keeping` has set when this is called. Its argument is the
+plan that frees all blocks; None to make that plan."""
 
 _MOST_PLANS = 64
 _TRIES = 3
@@ -164,8 +165,8 @@ class Keeping:
         return self.resharding.in_use
 
     def decide(self, planned: Planned) -> None:
-        """Decide which blocks the forward that begins now keeps gathered, the same on all ranks. `planned` makes its
-        plan for the blocks that are set at the time (`Planned`).
+        """Decide which blocks the forward that begins now keeps gathered, the same on all ranks. `planned` is called
+        for each choice of blocks that is tried, after that choice was set, and plans the forward with it.
 
         Raises on all ranks the `BudgetError` of a rank whose forward does not fit with all blocks freed."""
         if self.sharded.there:

@@ -229,8 +229,8 @@ class Share:
         """Whether forwards of other models may run before the backward of this one, though none was seen to. Until the
         model's first backward: if there are models on the device that are not optimised. Later: if other optimised
         models train and fewer than two steps of this one are over (a discriminator after the generator's step), or if
-        parameters of models that are not optimised have been added on the device, as of a copy that teaches the model
-        from now on."""
+        models that are not optimised have more parameters on the device than before, such as a new teacher that is a
+        copy of this model."""
         if self.entry.fixed_bytes is not None:
             return False
         if self.entry.seen.backward and self.entry.groups.done < 2 and moment.others_train:
@@ -372,9 +372,9 @@ class Share:
         return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
-        """`refused`, of a call that began while `waiting` forwards waited, with a budget that has room for the call and
-        for these forwards with nothing recomputed. Its text says so if fewer waiting forwards were expected. `plain`
-        returns what the call needs without a plan."""
+        """`refused`, the error of a call that began while `waiting` forwards waited, with a budget that has room for
+        the call and for these forwards with nothing recomputed. The error's text says so if fewer waiting forwards were
+        expected. `plain` returns what the call needs without a plan."""
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
         refused = self.ledger.for_whole_step(self.entry, refused, plain)

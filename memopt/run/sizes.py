@@ -56,10 +56,10 @@ class SizeBounds:
         return self.above(region, inputs, call) if self.declared(call) else region.sizes_of(inputs)
 
     def above(self, region: RecordedRegion, inputs: Sequence[Any], call: Call, *, margin: float = MARGIN) -> Sizes:
-        """The sizes to plan for where a call exceeds those of all plans: for each size that changes, the largest value
-        that the user declared; without one, or if the call exceeds it, the largest value seen. The latter is multiplied
-        by `margin` if a later call exceeded an earlier one there, or if no dimension of the call's tensors has this
-        size; it is at most what the region's graph allows."""
+        """The sizes to plan for where a call exceeds those of all plans. For each size that changes: the largest value
+        that the user declared; or, if none was declared or the call exceeds it, the largest value seen. A value seen
+        is multiplied by `margin` if it has grown from one call to another, or if no dimension of the call's
+        tensors has this size; the result is limited to what the region's graph allows."""
         self.see(call)
         declared = self.declared(call) if region.changing else {}
         found = []
@@ -100,8 +100,8 @@ def captured_for(region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], 
 
 
 def insisted(region: RecordedRegion, inputs: Sequence[Any], call: Call, marked: Collection[Place]) -> dict[Place, str]:
-    """The dimensions of the call's tensors, of those that were `marked` for Dynamo to make symbols of, whose sizes the
-    region needs as constants; each with the line of the model that makes it one."""
+    """Which of the dimensions `marked` are constants in the region although Dynamo was to make symbols of their sizes;
+    each with the line of the model that needs a constant. Dimensions are those of the call's tensors."""
     numbers = tensor_numbers(call)
     found: dict[Place, str] = {}
     for value, fake in zip(inputs, region.inputs, strict=True):

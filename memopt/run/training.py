@@ -1,5 +1,5 @@
 """The training calls of one kind, of a model alone or of a model with its loss function: plans, records and runs them.
-The session has their state."""
+The model's status (`Status`) is kept by the session."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class TrainingCalls:
 
     def fitting_within_modes(self, names: str, now: CallInProgress) -> CountedStep | None:
         """The `CountedStep` of a call within the user's dispatch modes `names`. Dynamo captures nothing there, so that
-        the call runs plain, with a warning once. Where it exceeds the budget, None if `allow` has "plain", else
-        `BudgetError` is raised. Raises `CaptureError` where its bytes cannot be counted."""
+        the call runs plain, with a warning once. Where it exceeds the budget or cannot be counted: None if `allow` has
+        "plain", since the call then runs nevertheless; else `BudgetError` or `CaptureError` is raised."""
         within = (
             f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
         )
@@ -180,7 +180,7 @@ class TrainingCalls:
         return refused.adding(words, smallest_bytes=most.smallest_bytes)
 
     def largest(self, call: Call) -> Call:
-        """The call with the largest sizes that the user declares, if it is planned on fake tensors; else `call`."""
+        """The call enlarged to the largest sizes that the user declares; unchanged if not planned on fake tensors."""
         if not self.options.to_train or self.recorded.needs_fakes(call):
             return at_largest(call, self.recorded.declared(call))
         return call

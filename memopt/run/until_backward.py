@@ -64,8 +64,8 @@ class UntilBackward:
     ) -> None:
         """Begin to observe when a forward returns `outputs`, which require gradients; unless all of them are single
         numbers, the loss is outside of the model. `given` are the tensors of the call; like outputs and parameters,
-        they are not counted here. `tangent_bytes`: the size of the gradients that the backward of its plan begins with;
-        0 without a plan."""
+        they do not count as held by the caller's code. `tangent_bytes`: the size of the gradients that the backward of
+        its plan begins with; 0 without a plan."""
         cls.drop()
         cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
@@ -83,8 +83,8 @@ class UntilBackward:
             seen.end()
 
     def end(self) -> None:
-        """Mark in the meter's events where the caller's own code ends: the backward has reached the model's outputs,
-        which code after its last region may have computed."""
+        """Mark in the meter's events that the caller's own code ends here, unless that is marked already. Called when
+        the backward reaches an operator that made an output of the model, within its last region or after it."""
         if self is UntilBackward._running and not self._marked and self.read in PeakMeter.listeners:
             self._marked = True
             _mark(self._end_mark)
@@ -100,9 +100,10 @@ class UntilBackward:
     @classmethod
     def look(cls, roots: Sequence[Any]) -> None:
         """Called when a backward starts at `roots` (tensors or edges). If its autograd graph leads to the latest
-        forward, two figures of the caller's code between the two are estimated from the graph: the bytes that it holds,
-        where the loss is outside of the model (`Entry.meanwhile`), and the bytes of gradients that it gives the model's
-        parameters by itself (`Entry.given_bytes`). The model's entry keeps the largest of each."""
+        forward, two figures of the caller's code between that forward and the backward are estimated from the graph:
+        the bytes that this code holds, where the loss is outside of the model (`Entry.meanwhile`), and the bytes of
+        gradients of parameters that it uses itself (`Entry.given_bytes`). The model's entry keeps the largest of each.
+        """
         seen = cls._running
         entry = None if seen is None else seen.entry()
         if seen is None or entry is None:
@@ -142,9 +143,11 @@ class UntilBackward:
 def held_bytes(
     roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()
 ) -> tuple[int, int]:
-    """Two estimates: the most bytes on a device that these autograd nodes hold before the backward, and during it.
-    `nodes` are in the order in which the backward runs them; it starts at `roots`. Saved tensors count, except at the
-    addresses `counted`; so do other values (before) or gradients (during) that exist beside them, but not of leaves."""
+    """Two estimates of the most bytes on a device that these autograd nodes hold: before the backward, and during it.
+    `nodes` are in the order in which the backward, which starts at `roots`, runs them. Both estimates include what the
+    nodes have saved, except at the addresses `counted`. The first adds the inputs and outputs of the operator that has
+    the most of them, taken to be as large as their gradients; the second adds the gradients that exist at the same
+    time. Leaves and their gradients are not added."""
     saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
     readers: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -177,8 +180,8 @@ def leaves_of(nodes: Iterable[Any]) -> set[torch.Tensor]:
 
 
 def staying(guessed_bytes: int) -> int:
-    """How many bytes may stay allocated until the end of the backward, of the `guessed_bytes` that a loss outside of
-    the model may need beyond the least guess (`LOSS_OUTSIDE`)."""
+    """The part of `guessed_bytes` that is assumed to stay allocated until the end of the backward. `guessed_bytes` is
+    what a loss outside of the model may need beyond the bytes that are always assumed for it (`LOSS_OUTSIDE`)."""
     return guessed_bytes // _STAYING
 
 
