@@ -292,7 +292,7 @@ def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:
 
 @fx.node.has_side_effect
 def check_size(value: Any, dimension: int | None, most: int) -> None:
-    """Raise `SizeOutgrown` if the number `value`, or the tensor's size in `dimension`, is above `most`."""
+    """Raise `SizeOutgrown` if `value`, a number, or the size of `value`, a tensor, in `dimension`, is above `most`."""
     first = _first(value)
     size = first if dimension is None else first.shape[dimension]
     if size > most:

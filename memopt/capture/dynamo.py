@@ -153,7 +153,7 @@ def _weak_backend(compilations: _Compilations) -> Backend:
             except DynamoError as failure:  # from tracing the backward: Dynamo would take it for a graph break
                 raise CaptureError(
                     f"the backward of the captured forward cannot be traced: {in_brief_with_line(failure)}; exclude "
-                    "what it names from the capture with torch.compiler.disable"
+                    "the code that this error names from the capture with torch.compiler.disable"
                 ) from failure
 
         return region

@@ -106,7 +106,9 @@ def _inline(graph_module: fx.GraphModule, call: fx.Node) -> None:
                 copies[node].target = _adopted(graph_module, region, str(node.target))
     results = graph_results(region.graph)
     for user in list(call.users):
-        assert user.target is operator.getitem, "Dynamo takes the results of a nested region out of their tuple"
+        assert user.target is operator.getitem, (
+            "a graph reads the tuple of a nested region's results otherwise than by element"
+        )
         result = results[user.args[1]]  # type: ignore[index]
         user.replace_all_uses_with(copies[result] if isinstance(result, fx.Node) else result)
         graph.erase_node(user)

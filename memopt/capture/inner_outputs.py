@@ -67,7 +67,7 @@ def run_from(
 
 def is_written(graph_module: fx.GraphModule, position: int) -> bool:
     """Whether a region's graph writes in place to the memory of its result at `position`. If so, other results may be
-    computed from values that the result had before, and its gradient does not include theirs."""
+    computed from values that this memory had before the write, and have no part in this result's gradient."""
     return result_values(graph_module)[position]._version > 0
 
 

@@ -140,8 +140,8 @@ class JointGraph:
         released: frozenset[int] = frozenset(),
         trace: Any = None,
     ) -> JointGraph:
-        """The joint graph that AOTAutograd gives to a partitioner, in canonical form, after the passes that `decide`
-        returns.
+        """The joint graph that AOTAutograd gives to a partitioner, in canonical form (`passes.canonicalize`), after the
+        passes that `decide` returns.
 
         With `reinplace`, results of the backward overwrite operands that nothing reads later, unless the graph is
         `fused`: a fusing backend reuses memory itself. The other arguments become the fields of their names. Raises
@@ -281,7 +281,7 @@ def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
         name = f"{error.node} in " if error.node else ""
         raise CaptureError(
             f"{name}the graph that torch traced cannot be planned: {error.problem}; exclude the code "
-            "behind it from the capture with torch.compiler.disable"
+            "that makes this part of the graph from the capture with torch.compiler.disable"
         ) from error
 
 

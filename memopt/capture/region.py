@@ -140,7 +140,7 @@ class RecordedRegion:
 
     @cached_property
     def differentiable(self) -> bool:
-        """Whether any of its outputs requires a gradient."""
+        """Whether any of the region's outputs requires a gradient."""
         values = result_values(self.graph_module)
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 

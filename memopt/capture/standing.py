@@ -75,7 +75,8 @@ def standing_blocks(
     joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[BlockRun, ...]
 ) -> Standing | None:
     """Find the standing blocks, which were traced, in a joint graph that was traced without the missing blocks in the
-    middle of each of `runs`. None where the standing blocks do not prove that the missing ones are equal to them."""
+    middle of each of `runs`. `module` is the region's module with all blocks. None where the standing blocks do not
+    prove that the missing ones are equal to them."""
     nodes = joint.graph.find_nodes(op="placeholder")
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")

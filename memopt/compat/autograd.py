@@ -169,8 +169,8 @@ class Retention:
 
     def further(self, order: int, parameters: frozenset[int] = frozenset()) -> Retention:
         """A copy that counts one more computation of gradients with a graph of their own. `order` is 1 for gradients of
-        the forward, 2 for gradients of such gradients, and so on; one that skips orders counts as the next order.
-        `parameters` has the `id`s of parameters whose gradients are among them."""
+        the forward, 2 for gradients of such gradients, and so on; a number above the next order that has not been
+        counted yet is taken as that order. `parameters` has the `id`s of parameters whose gradients are computed."""
         order = min(order, 1 + len(self.derived))
         derived = [*self.derived, *[0] * (order - len(self.derived))]
         derived[order - 1] += 1
@@ -307,8 +307,8 @@ def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
 
 
 def gradients_asked(watcher: Watcher) -> None:
-    """As long as `watcher` is alive, call its `before_backward` at each backward of the process, and add the
-    `Addition`s that it returns to the gradients that the backward computes."""
+    """As long as `watcher` is alive, call its `before_backward` when a backward of the process starts, and complete the
+    gradients that the backward computes by the `Addition`s that this method returns."""
     _watchers.add(watcher)
     _tell()
 
@@ -391,9 +391,9 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_stopped_backward(run_backward: Callable[..., Any] | None = None) -> None:
-    """Free what autograd's engine would keep, until the next backward pass begins in this thread, of one that an
-    exception has ended: the nodes that it was about to run, with all that they refer to. `run_backward` is torch's own
-    function that starts a backward pass, where that has been replaced."""
+    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
+    run, with all that they refer to. By itself the engine frees them when the next backward pass begins in this thread.
+    `run_backward` is torch's own function that starts a backward pass, to be given where another has replaced it."""
     with torch.enable_grad():
         end = torch.from_numpy(np.zeros(())).requires_grad_().neg()  # on the host, whatever the default device is
         run = run_backward or torch.autograd.graph._engine_run_backward
@@ -456,7 +456,7 @@ def is_differentiable(value: Any) -> bool:
 
 
 def edge_of(end: Any) -> tuple[Any, int]:
-    """The edge of the autograd graph (a node and the number of its output) of a tensor, or of `end`, an edge itself."""
+    """The edge of the autograd graph of `end` (a tensor or an edge), as its node and the number of the output."""
     edge = torch.autograd.graph.get_gradient_edge(end) if isinstance(end, torch.Tensor) else end
     return edge.node, edge.output_nr
 

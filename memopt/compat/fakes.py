@@ -55,7 +55,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def forget_dispatches(mode: FakeTensorMode) -> None:
-    """Empty the cache of operator calls of a fake mode with symbolic shapes, which a capture would keep alive."""
+    """Empty the cache in which a fake mode with symbolic shapes keeps results of operators, to free its memory."""
     if mode.shape_env is not None:
         mode.shape_env.fake_tensor_cache.clear()
 

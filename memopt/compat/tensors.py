@@ -131,8 +131,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values to a tensor, which gets their sizes: a forward may have resized it, as the observers of
-    quantisation-aware training resize their buffers."""
+    """Write `values` to a tensor, and resize it to their shape if it has another: a forward may have resized it, as the
+    observers of quantisation-aware training resize their buffers."""
     with torch.no_grad():
         if tensor.shape != values.shape:
             tensor.resize_(values.shape)

@@ -179,7 +179,7 @@ def is_generated(node: fx.Node) -> bool:
 
 
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the readers of a value, also behind views; the graph's output is one."""
+    """Yields the readers of a value, also those behind views; the graph's output counts as a reader."""
     for user in node.users:
         if is_view(user):
             yield from readers_of(user)

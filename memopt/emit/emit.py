@@ -27,7 +27,7 @@ def emit_plan(plan: Plan, accumulation: Accumulation) -> tuple[Emitted, ...]:
     compile a region.
     """
     captured = plan.captured
-    assert captured is not None, "a plan loaded from a file has no graphs from which to make functions"
+    assert captured is not None, "a plan loaded from a file has no graphs to make functions from: plan the call again"
     return tuple(
         emit_planned(plan, joint, schedule, accumulation, captured.sizes_of(number))
         for number, (joint, schedule) in enumerate(zip(captured.regions, plan.regions, strict=True))

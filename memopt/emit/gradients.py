@@ -65,8 +65,8 @@ class Accumulation:
 class AccumulateGradient(nn.Module):
     """Adds a gradient to its parameter's `.grad` and returns None, where autograd would do nothing else with it; also
     returns None where autograd would drop the gradient (`backward(inputs=…)` of other tensors). Otherwise it returns
-    the gradient for autograd to use: the first one, one that a hook reads, one for `torch.autograd.grad`. Under DDP the
-    first one also becomes `.grad`, and is exchanged while the backward continues.
+    the gradient for autograd to use: the first one (while `.grad` is None), one that a hook reads, or one for
+    `torch.autograd.grad`. Under DDP the first one is made `.grad` here if possible, to be exchanged early.
 
     The parameter is number `position` of the tensor inputs of the call whose backward runs, because one region serves
     calls with different parameters. With `own_memory`, no other result of the backward shares memory with the gradient.
