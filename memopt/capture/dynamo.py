@@ -57,8 +57,8 @@ def loss_call(
     floats: torch.dtype | None = None,
     call: Callable[..., Any] | None = None,
 ) -> Any:
-    """The function called in training: the model's call, or with `loss_fn` the loss of its output or of the model and
-    the batch.
+    """The function called in training: the model's call, or with `loss_fn` a function that computes the loss, from the
+    model's output and the targets or from the model and the batch.
 
     `floats`, if given, is the dtype that fp32 inputs are cast to, and `call` runs the model in place of `model` itself.
     A `loss_fn` that takes the model calls `model` itself, not `call`; `plain_loss_call` makes it run the plain

@@ -129,11 +129,11 @@ def _adopted(graph_module: fx.GraphModule, region: fx.GraphModule, name: str) ->
 
 
 def settle_numbers(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Replace numbers that changed since the model was recorded, and have become inputs, by their values, where Dynamo
-    has a guard on the value, or the operators of the graph need it: then a guard is added. To be called inside a Dynamo
-    backend.
+    """Replace inputs that are numbers by their values, where Dynamo has a guard on the value, or where operators of the
+    graph need the value; in the second case a guard is added. Dynamo makes inputs of numbers that have changed since
+    the model was recorded. To be called inside a Dynamo backend.
 
-    Edits the graph. The tracer that runs after it does not know the values, and would fail at a comparison with one."""
+    Edits the graph. The tracer that runs later does not know the values, and would fail at a comparison with one."""
     if _inline_guarded(graph_module) and _needs_numbers(graph_module, inputs):
         for number in _inline_guarded(graph_module):
             fix_float(number)

@@ -1,7 +1,8 @@
 """Inner outputs of a region: those from which other outputs of it are computed.
 
-The captured backward does not compute the gradient of an inner output: what comes to it through the others goes
-straight on to the region's inputs. Where that gradient is asked for, or a hook reads it, it is computed separately.
+The captured backward does not compute the gradient of an inner output: the part that comes
+through the other outputs goes straight on to the region's inputs. Where the user asks for the gradient of an inner
+output, or a hook reads it, memopt computes it separately.
 """
 
 from __future__ import annotations

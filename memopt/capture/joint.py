@@ -64,7 +64,7 @@ class JointGraph:
 
     @cached_property
     def receivers(self) -> dict[int, int]:
-        """Position of a gradient among the gradients → the number of the `primals_*` whose gradient it is."""
+        """For each gradient, by its position among the gradients, the number of the `primals_*` that it belongs to."""
         if self.places:
             return dict(zip(self.gradient_places, self.places, strict=True))
         results = graph_results(self.module.graph)
@@ -110,8 +110,8 @@ class JointGraph:
 
     @cached_property
     def inputs_without_gradients(self) -> frozenset[int]:
-        """The numbers of the region's inputs that require gradients but get none, as the region reads them without
-        autograd."""
+        """The numbers of the region's inputs that require gradients but get none, because the region reads them
+        without autograd."""
         if self.trace is None or not self.differentiated:
             return frozenset()
         return self.trace.inputs.only_read - self.inputs_with_gradients

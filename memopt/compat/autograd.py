@@ -57,8 +57,8 @@ def fate_at(node: Any) -> Fate:
 
 
 def runs_node(node: Any) -> bool:
-    """Whether the running backward will run an autograd node; False for None. Must not be asked of nodes that
-    accumulate gradients into leaves."""
+    """Whether the running backward will run an autograd node; False for None. Not to be called for nodes
+    that accumulate gradients into leaves."""
     return node is not None and fate_at(node) is not Fate.DROPPED
 
 
@@ -471,8 +471,8 @@ def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any
 
 
 def python_nodes(node: Any) -> Iterator[Any]:
-    """The nodes of `autograd.Function`s, such as those of regions, at `node`: itself if it is one, else those of its
-    next nodes that are. An in-place operator on a region's output puts a node (`CopyBackwards`) in front of the
+    """The nodes of `autograd.Function`s, such as those of regions, at `node`: `node` itself if it is one, else those
+    among its next nodes. An in-place operator on a region's output puts a node (`CopyBackwards`) in front of the
     region's."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         yield node

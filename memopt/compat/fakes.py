@@ -64,7 +64,7 @@ def broadcast_masks() -> Replacement:
     """A replacement of torch's rule for `masked_select` on fake tensors: the result may have as many elements as the
     shape that its operands broadcast to.
 
-    Torch itself takes the number of elements of the first operand as the limit, and asserts that in every step."""
+    Torch itself takes the number of elements of the first operand as the limit, and asserts it in every step."""
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     select: Any = torch.ops.aten.masked_select.default

@@ -130,7 +130,7 @@ def upper_bound(size: torch.SymInt) -> int:
 
 
 def largest_value(size: int | torch.SymInt) -> int:
-    """The size itself, or, for a symbolic one, the largest value that it may take, as `upper_bound` has it."""
+    """The size itself, or, for a symbolic one, the largest value that it may take (see `upper_bound`)."""
     return size if isinstance(size, int) else upper_bound(size)
 
 

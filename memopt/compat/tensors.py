@@ -200,7 +200,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def users_of(tensor: torch.Tensor) -> int:
-    """A number that grows with the tensors that share the tensor's storage, and with C++ references to the tensor."""
+    """A count of the tensors that share the tensor's storage and of the C++ references to the tensor, added up."""
     sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
     referring: int = tensor._use_count()  # type: ignore[attr-defined]
     return sharing + referring

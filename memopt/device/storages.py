@@ -60,7 +60,7 @@ def is_view(node: fx.Node) -> bool:
 
 def made_bytes(maker: fx.Node, value: torch.Tensor) -> int:
     """The bytes of the storage that a node makes for a value. The gradient of an output has memory of its own, of the
-    output's size, also where the output is a view of a larger tensor."""
+    output's size, even where the output is a view of a larger tensor."""
     if not is_tangent(maker):
         return storage_bytes(value)
     return largest_value(math.prod(value.shape) * value.element_size())

@@ -85,7 +85,7 @@ def emit_region(
 
 
 def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[..., Any]:
-    """`run`, the function of a region, with its inputs at `positions` detached before each call. If they were not,
+    """A function that calls `run`, the function of a region, with the inputs at `positions` detached. Otherwise
     their autograd nodes would be visited in the backward with no gradient: hooks would be called with None, and DDP
     would count the parameters as used."""
     if not positions:

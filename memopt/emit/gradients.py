@@ -269,8 +269,8 @@ def is_reached(tangents: Collection[int], number: int) -> bool:
 
 
 def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Callable[[list[Any]], Any]:
-    """`backward`, a compiled backward, with None in place of each gradient that comes only from outputs through which
-    the running backward does not pass."""
+    """A function that runs the compiled `backward`, and returns None in place of each gradient that comes only from
+    outputs through which the running backward does not pass."""
     partial = joint.partial_gradients
     if not partial:
         return backward
@@ -284,7 +284,7 @@ def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Call
 
 
 def telling(backward: Callable[[list[Any]], Any], accumulation: Accumulation) -> Callable[[list[Any]], Any]:
-    """`backward`, a compiled backward, which raises what `accumulation.failed` returns where an allocation fails."""
+    """A function that runs the compiled `backward`, and raises `accumulation.failed(error)` if an allocation fails."""
 
     def run(arguments: list[Any]) -> Any:
         try:
