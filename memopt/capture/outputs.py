@@ -29,7 +29,8 @@ _MOST_NODES = 16
 
 def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
     """Detach the outputs that are not scalars, if the differentiable scalar outputs are the loss, that is, if they
-    depend on every parameter that another output depends on. Edits the graph; returns their positions.
+    depend on every parameter that another output depends on. Edits the graph, and returns the positions of the outputs
+    that it has detached.
 
     Without this, autograd would make a zero gradient for each such output (the logits of a language model, the keys and
     values of its cache), and the graph would carry it through the backward. Scalars that do not depend on all of these

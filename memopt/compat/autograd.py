@@ -164,7 +164,7 @@ class Retention:
         return Retention(self.kept or other.kept, tuple(derived), self.parameters | other.parameters)
 
     def covers(self, other: Retention) -> bool:
-        """Whether a step that keeps graphs as `other` says keeps no more of them than a step as described here."""
+        """Whether a step that keeps graphs as `other` says keeps no more of them than one that does as `self` says."""
         return self | other == self
 
     def further(self, order: int, parameters: frozenset[int] = frozenset()) -> Retention:
@@ -446,8 +446,8 @@ def has_node(value: Any) -> bool:
 
 
 def is_differentiable(value: Any) -> bool:
-    """Whether a value is a tensor that a gradient can be computed for. A view that was made without gradients, of a
-    tensor that requires one, says that it requires one, and has no edge in the autograd graph."""
+    """Whether a value is a tensor that a gradient can be computed for. False for a view that was made under
+    `no_grad` of a tensor that requires a gradient: it has `requires_grad` set, but no edge in the autograd graph."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad or value.grad_fn is not None:
         return has_node(value)
     with torch.enable_grad():

@@ -78,7 +78,7 @@ def _realized(value: Any) -> Any:
 def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
     """Register with inductor the lowering of `memopt::hold`, which writes a value to memory, and the fallback of each
     other operator without a lowering in the graph and its subgraphs, as inductor itself would at the operator's first
-    call. If the user has turned `implicit_fallbacks` off, most get none, and inductor then raises an error."""
+    call. If the user has turned `implicit_fallbacks` off, most operators get none, and inductor raises an error."""
     from torch._inductor import config
     from torch._inductor import lowering as untyped
 

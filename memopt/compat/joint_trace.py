@@ -200,8 +200,8 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 def gradients_without_gaps() -> Replacement:
     """A replacement by which AOTAutograd takes the gradients of outputs that are views with gaps as contiguous tensors.
 
-    By itself AOTAutograd copies such a gradient to the strides of the view, gaps included: that of a column of a matrix
-    would take as much memory as the whole matrix."""
+    By itself AOTAutograd copies such a gradient to the strides of the view, gaps included: the gradient of one column
+    of a matrix would take as much memory as the whole matrix."""
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
     return MemoryFormatMeta, "from_tensor", _gapless(MemoryFormatMeta.from_tensor)

@@ -244,7 +244,7 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
 
     def list_within(self, calls: Sequence[BlockCall], workspace_bytes: int, results: Sequence[torch.Tensor]) -> None:
         """Count an operator's `results`, and list the allocations and frees of results and workspace in the order of
-        `calls`. There, blocks numbered below `len(results)` are the results, the others workspace."""
+        `calls`, in which blocks numbered below `len(results)` are the results, the others workspace."""
         workspace: dict[int, int] = {}
         for allocates, block, nbytes in calls:
             if not allocates:

@@ -101,7 +101,7 @@ def steps_after(
     graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[PlacedParameterStep]]:
     """For each node of `backward` (in program order), the parameters that the optimizer may step right after the node,
-    because it is the last node that must run before."""
+    because it is the last of the nodes that must run before the step."""
     if not steps.inside:
         return {}
     uses = MemoryUses(graph, storages)
@@ -274,9 +274,9 @@ ALONE = GraphUse()
 def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]) -> PricedGraph:
     """The priced region `number` of a call, with the bytes of eager code before and during its forward and backward.
 
-    The most that eager code holds before the forward or the backward becomes the workspace of an extra op, and what it
-    holds while one of them runs an extra storage that lives as long. The last region gets one more storage, for what
-    eager code holds between its forward and its backward.
+    The most that eager code holds before the forward or the backward becomes the workspace of an extra op. What it
+    holds while one of them runs becomes an extra storage that lives as long. The last region gets one more storage, for
+    what eager code holds between its forward and its backward.
 
     Args:
         eager: the bytes around each region, and a last entry for the whole call: `before` has those held after the last
