@@ -217,8 +217,9 @@ def without_limit(graph: fx.Graph) -> frozenset[str]:
 
 
 def limits_by_operators(graph: fx.Graph, names: Collection[str], largest: Mapping[str, int]) -> dict[str, int]:
-    """Upper limits, by symbol name, of those symbols in `names` that count the elements which a mask selects, or which
-    are not zero: the number of all elements of the tensor. `largest` has the values of the symbols in the shapes.
+    """Upper limits, by symbol name, of those symbols in `names` that count the elements of a tensor which a mask
+    selects, or which are not zero. Each limit is the number of all elements. `largest` has the values of the symbols in
+    the shapes.
 
     A mask may be applied in the backward only, so that no run of the forward shows how many elements it selects.
     """
@@ -292,7 +293,7 @@ def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:
 
 @fx.node.has_side_effect
 def check_size(value: Any, dimension: int | None, most: int) -> None:
-    """Raise `SizeOutgrown` if the number `value`, or the tensor's size in `dimension`, is above `most`."""
+    """Raise `SizeOutgrown` if `value`, a number, or the size of `value`, a tensor, in `dimension`, is above `most`."""
     first = _first(value)
     size = first if dimension is None else first.shape[dimension]
     if size > most:

@@ -57,8 +57,8 @@ def loss_call(
     floats: torch.dtype | None = None,
     call: Callable[..., Any] | None = None,
 ) -> Any:
-    """The function called in training: the model's call, or with `loss_fn` the loss of its output or of the model and
-    the batch.
+    """The function called in training: the model's call, or with `loss_fn` a function that computes the loss, from the
+    model's output and the targets or from the model and the batch.
 
     `floats`, if given, is the dtype that fp32 inputs are cast to, and `call` runs the model in place of `model` itself.
     A `loss_fn` that takes the model calls `model` itself, not `call`; `plain_loss_call` makes it run the plain
@@ -153,7 +153,7 @@ def _weak_backend(compilations: _Compilations) -> Backend:
             except DynamoError as failure:  # from tracing the backward: Dynamo would take it for a graph break
                 raise CaptureError(
                     f"the backward of the captured forward cannot be traced: {in_brief_with_line(failure)}; exclude "
-                    "what it names from the capture with torch.compiler.disable"
+                    "the code that this error names from the capture with torch.compiler.disable"
                 ) from failure
 
         return region

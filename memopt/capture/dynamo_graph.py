@@ -106,7 +106,9 @@ def _inline(graph_module: fx.GraphModule, call: fx.Node) -> None:
                 copies[node].target = _adopted(graph_module, region, str(node.target))
     results = graph_results(region.graph)
     for user in list(call.users):
-        assert user.target is operator.getitem, "Dynamo takes the results of a nested region out of their tuple"
+        assert user.target is operator.getitem, (
+            "a graph reads the tuple of a nested region's results otherwise than by element"
+        )
         result = results[user.args[1]]  # type: ignore[index]
         user.replace_all_uses_with(copies[result] if isinstance(result, fx.Node) else result)
         graph.erase_node(user)
@@ -127,11 +129,11 @@ def _adopted(graph_module: fx.GraphModule, region: fx.GraphModule, name: str) ->
 
 
 def settle_numbers(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Replace numbers that changed since the model was recorded, and have become inputs, by their values, where Dynamo
-    has a guard on the value, or the operators of the graph need it: then a guard is added. To be called inside a Dynamo
-    backend.
+    """Replace inputs that are numbers by their values, where Dynamo has a guard on the value, or where operators of the
+    graph need the value; in the second case a guard is added. Dynamo makes inputs of numbers that have changed since
+    the model was recorded. To be called inside a Dynamo backend.
 
-    Edits the graph. The tracer that runs after it does not know the values, and would fail at a comparison with one."""
+    Edits the graph. The tracer that runs later does not know the values, and would fail at a comparison with one."""
     if _inline_guarded(graph_module) and _needs_numbers(graph_module, inputs):
         for number in _inline_guarded(graph_module):
             fix_float(number)

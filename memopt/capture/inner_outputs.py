@@ -1,7 +1,8 @@
 """Inner outputs of a region: those from which other outputs of it are computed.
 
-The captured backward does not compute the gradient of an inner output: what comes to it through the others goes
-straight on to the region's inputs. Where that gradient is asked for, or a hook reads it, it is computed separately.
+The captured backward does not compute the gradient of an inner output: the part that comes
+through the other outputs goes straight on to the region's inputs. Where the user asks for the gradient of an inner
+output, or a hook reads it, memopt computes it separately.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def run_from(
 
 def is_written(graph_module: fx.GraphModule, position: int) -> bool:
     """Whether a region's graph writes in place to the memory of its result at `position`. If so, other results may be
-    computed from values that the result had before, and its gradient does not include theirs."""
+    computed from values that this memory had before the write, and have no part in this result's gradient."""
     return result_values(graph_module)[position]._version > 0
 
 

@@ -187,8 +187,8 @@ def check_kinds(call: Call, parts: Parts) -> None:
 
 
 def on_meta(call: Call) -> Call:
-    """The same arguments with "meta" tensors in place of tensors, which require gradients where those do; a tensor
-    given twice gets one replacement."""
+    """The same arguments with "meta" tensors in place of its tensors; they require gradients where the originals
+    do, and a tensor given twice gets one replacement."""
 
     def hollow(tensor: torch.Tensor) -> torch.Tensor:
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

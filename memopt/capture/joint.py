@@ -64,7 +64,7 @@ class JointGraph:
 
     @cached_property
     def receivers(self) -> dict[int, int]:
-        """Position of a gradient among the gradients → the number of the `primals_*` whose gradient it is."""
+        """For each gradient, by its position among the gradients, the number of the `primals_*` that it belongs to."""
         if self.places:
             return dict(zip(self.gradient_places, self.places, strict=True))
         results = graph_results(self.module.graph)
@@ -110,8 +110,8 @@ class JointGraph:
 
     @cached_property
     def inputs_without_gradients(self) -> frozenset[int]:
-        """The numbers of the region's inputs that require gradients but get none, as the region reads them without
-        autograd."""
+        """The numbers of the region's inputs that require gradients but get none, because the region reads them
+        without autograd."""
         if self.trace is None or not self.differentiated:
             return frozenset()
         return self.trace.inputs.only_read - self.inputs_with_gradients
@@ -140,8 +140,8 @@ class JointGraph:
         released: frozenset[int] = frozenset(),
         trace: Any = None,
     ) -> JointGraph:
-        """The joint graph that AOTAutograd gives to a partitioner, in canonical form, after the passes that `decide`
-        returns.
+        """The joint graph that AOTAutograd gives to a partitioner, in canonical form (`passes.canonicalize`), after the
+        passes that `decide` returns.
 
         With `reinplace`, results of the backward overwrite operands that nothing reads later, unless the graph is
         `fused`: a fusing backend reuses memory itself. The other arguments become the fields of their names. Raises
@@ -281,7 +281,7 @@ def _canonical(traced: fx.GraphModule) -> fx.GraphModule:
         name = f"{error.node} in " if error.node else ""
         raise CaptureError(
             f"{name}the graph that torch traced cannot be planned: {error.problem}; exclude the code "
-            "behind it from the capture with torch.compiler.disable"
+            "that makes this part of the graph from the capture with torch.compiler.disable"
         ) from error
 
 

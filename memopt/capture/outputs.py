@@ -28,8 +28,9 @@ _MOST_NODES = 16
 
 
 def detach_all_but_loss(graph_module: fx.GraphModule) -> frozenset[int]:
-    """Detach the outputs that are not scalars, if the differentiable scalar outputs are the loss: if they depend on
-    every parameter that another output depends on. Edits the graph; returns the positions of the detached outputs.
+    """Detach the outputs that are not scalars, if the differentiable scalar outputs are the loss, that is, if they
+    depend on every parameter that another output depends on. Edits the graph, and returns the positions of the outputs
+    that it has detached.
 
     Without this, autograd would make a zero gradient for each such output (the logits of a language model, the keys and
     values of its cache), and the graph would carry it through the backward. Scalars that do not depend on all of these
@@ -100,7 +101,7 @@ class Piece:
 
     def run(self, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """The outputs. `arguments` are the values of the region's inputs that the piece reads, then the value of the
-        forward that it starts from, if any; that may have another dtype than in the plain forward."""
+        forward that it starts from, if any; this value may have another dtype than in the plain forward."""
         given = list(arguments)
         if self.taken is not None:
             given[-1] = given[-1].to(_example(self.taken).dtype)

@@ -140,7 +140,7 @@ class RecordedRegion:
 
     @cached_property
     def differentiable(self) -> bool:
-        """Whether any of its outputs requires a gradient."""
+        """Whether any of the region's outputs requires a gradient."""
         values = result_values(self.graph_module)
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
@@ -153,10 +153,11 @@ class RecordedRegion:
         return has_attention(self.graph_module)
 
     def as_called(self) -> RecordedRegion:
-        """The region under those of the caller's present modes that change it and that Dynamo has no guards on: the
-        kernels that attention may use, since each is another operator; and, for a region that opens autocast blocks,
-        an autocast block around the call. Casts of a weight are then kept until the outermost such block ends, even one
-        that switches autocast off, and this decides in which dtype the weight's gradients are summed."""
+        """The region with the caller's present modes in its `modes`, as far as they change what it computes and Dynamo
+        has no guards on them. These are the kernels that attention may use, since each is another operator; and, for a
+        region that opens autocast blocks, whether the call is in an autocast block. Casts of a weight are kept until
+        the outermost block ends, even one that switches autocast off, which decides in which dtype the weight's
+        gradients are summed."""
         within = autocast_blocks() > 0 if self._has_autocast else self.modes.within
         attention = attention_kernels() if self._has_attention else self.modes.attention
         if (within, attention) == (self.modes.within, self.modes.attention):
@@ -169,9 +170,9 @@ class RecordedRegion:
 
     @cached_property
     def for_autocast(self) -> fx.GraphModule:
-        """The region's graph with casts of its results to the dtypes that they have in the plain model. It is run in
-        place of the graph where a plan adds autocast to a region: the results go to code outside of autocast, where
-        most operators refuse operands of two dtypes, and losses sum in the dtype of their input."""
+        """The region's graph with casts of its results to the dtypes that they have in the plain model. It is run
+        in place of the region's own graph where a plan adds autocast: the results go to code outside of autocast,
+        where most operators refuse operands of two dtypes, and losses sum in the dtype of their input."""
         copied = copy_graph_module(self.graph_module)
         output = copied.graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]

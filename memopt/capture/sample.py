@@ -98,4 +98,4 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a sample run has no backward: nothing may differentiate it")
+        raise AssertionError("the forward runs without a backward here: nothing may take gradients of its outputs")

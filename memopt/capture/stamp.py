@@ -1,8 +1,8 @@
 """Traces a module with runs of equal blocks faster: only five blocks of each run are traced, and copied for the others.
 
-The module is traced without the missing blocks and with all inputs, so that what a trace finds out about inputs and
-outputs is that of the whole module. Where the five blocks do not prove what the missing ones are, the whole module is
-traced.
+The module is traced without the missing blocks and with all inputs, so that the trace finds out about inputs and
+outputs what a trace of the whole module would. Where the five blocks do not prove what the missing ones are, the whole
+module is traced.
 """
 
 from __future__ import annotations

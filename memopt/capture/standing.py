@@ -1,10 +1,11 @@
-"""The standing blocks of runs of equal blocks, which are those that a joint graph, or an operator graph, was traced
-with; and whether they prove what the missing blocks are.
+"""The standing blocks of runs of equal blocks: those that a joint graph, or an operator graph, was traced with. Whether
+they prove what the missing blocks, left out of the trace, would be.
 
 In the joint graph, the forward and the backward of each standing block are found by the operators that they were traced
 from; an operator graph has forwards only. The proof compares each block in the middle with the next one: their nodes
-must be equal, and read the same values of other code, and else values at the same places in the block, its neighbours
-and its own inputs. Each further block would then be traced alike, since it begins with equal values.
+must be equal, and each value that they read must be the same value of other code, or be at the same place in the block,
+in its neighbours or among its own inputs. Each further block would then be traced alike, since it
+begins with equal values.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class BlockPlace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """A joint graph that was traced with only some blocks of each run of equal blocks, the standing blocks, and which
-    of its nodes belong to each of them."""
+    """A joint graph that was traced with only some blocks of each run of equal blocks (the standing blocks), and which
+    of its nodes belong to which block."""
 
     joint: fx.GraphModule
     forward_outputs: int
@@ -75,7 +76,8 @@ def standing_blocks(
     joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[BlockRun, ...]
 ) -> Standing | None:
     """Find the standing blocks, which were traced, in a joint graph that was traced without the missing blocks in the
-    middle of each of `runs`. None where the standing blocks do not prove that the missing ones are equal to them."""
+    middle of each of `runs`. `module` is the region's module with all blocks. None where the standing blocks do not
+    prove that the missing ones are equal to them."""
     nodes = joint.graph.find_nodes(op="placeholder")
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")

@@ -25,7 +25,7 @@ def _cut(value: Tensor, cards: int, dim: int) -> Tensor:
     if value.shape[dim] % cards:
         raise ValueError(
             f"'tp': {cards} in mesh does not divide dimension {dim} of a value of shape {tuple(value.shape)}; give "
-            "sequences whose length it divides"
+            f"sequences whose length {cards} divides"
         )
     return value.narrow(dim, 0, value.shape[dim] // cards).clone(memory_format=torch.contiguous_format)
 

@@ -129,7 +129,7 @@ class RegionTrace:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """A context in which the region is traced and compiled."""
+        """A context in which the region can be traced and compiled."""
         # A graph that contains its casts as operators has no autocast around it.
         autocast = without_autocast() if self.rewritten else autocast_to(self.autocast, self.region)
         with self.region.tracing(), self.region.modes.restored(), autocast:

@@ -57,8 +57,8 @@ def fate_at(node: Any) -> Fate:
 
 
 def runs_node(node: Any) -> bool:
-    """Whether the running backward will run an autograd node; False for None. Must not be asked of nodes that
-    accumulate gradients into leaves."""
+    """Whether the running backward will run an autograd node; False for None. Not to be called for nodes
+    that accumulate gradients into leaves."""
     return node is not None and fate_at(node) is not Fate.DROPPED
 
 
@@ -164,13 +164,13 @@ class Retention:
         return Retention(self.kept or other.kept, tuple(derived), self.parameters | other.parameters)
 
     def covers(self, other: Retention) -> bool:
-        """Whether a step that keeps graphs as `other` says keeps no more of them than a step as described here."""
+        """Whether a step that keeps graphs as `other` says keeps no more of them than one that does as `self` says."""
         return self | other == self
 
     def further(self, order: int, parameters: frozenset[int] = frozenset()) -> Retention:
         """A copy that counts one more computation of gradients with a graph of their own. `order` is 1 for gradients of
-        the forward, 2 for gradients of such gradients, and so on; one that skips orders counts as the next order.
-        `parameters` has the `id`s of parameters whose gradients are among them."""
+        the forward, 2 for gradients of such gradients, and so on; a number above the next order that has not been
+        counted yet is taken as that order. `parameters` has the `id`s of parameters whose gradients are computed."""
         order = min(order, 1 + len(self.derived))
         derived = [*self.derived, *[0] * (order - len(self.derived))]
         derived[order - 1] += 1
@@ -307,8 +307,8 @@ def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
 
 
 def gradients_asked(watcher: Watcher) -> None:
-    """As long as `watcher` is alive, call its `before_backward` at each backward of the process, and add the
-    `Addition`s that it returns to the gradients that the backward computes."""
+    """As long as `watcher` is alive, call its `before_backward` when a backward of the process starts, and complete the
+    gradients that the backward computes by the `Addition`s that this method returns."""
     _watchers.add(watcher)
     _tell()
 
@@ -391,9 +391,9 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_stopped_backward(run_backward: Callable[..., Any] | None = None) -> None:
-    """Free what autograd's engine would keep, until the next backward pass begins in this thread, of one that an
-    exception has ended: the nodes that it was about to run, with all that they refer to. `run_backward` is torch's own
-    function that starts a backward pass, where that has been replaced."""
+    """Free what autograd's engine keeps of a backward pass that an exception has ended: the nodes that it was about to
+    run, with all that they refer to. By itself the engine frees them when the next backward pass begins in this thread.
+    `run_backward` is torch's own function that starts a backward pass, to be given where another has replaced it."""
     with torch.enable_grad():
         end = torch.from_numpy(np.zeros(())).requires_grad_().neg()  # on the host, whatever the default device is
         run = run_backward or torch.autograd.graph._engine_run_backward
@@ -446,8 +446,8 @@ def has_node(value: Any) -> bool:
 
 
 def is_differentiable(value: Any) -> bool:
-    """Whether a value is a tensor that a gradient can be computed for. A view that was made without gradients, of a
-    tensor that requires one, says that it requires one, and has no edge in the autograd graph."""
+    """Whether a value is a tensor that a gradient can be computed for. False for a view that was made under
+    `no_grad` of a tensor that requires a gradient: it has `requires_grad` set, but no edge in the autograd graph."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad or value.grad_fn is not None:
         return has_node(value)
     with torch.enable_grad():
@@ -456,7 +456,7 @@ def is_differentiable(value: Any) -> bool:
 
 
 def edge_of(end: Any) -> tuple[Any, int]:
-    """The edge of the autograd graph (a node and the number of its output) of a tensor, or of `end`, an edge itself."""
+    """The edge of the autograd graph of `end` (a tensor or an edge), as its node and the number of the output."""
     edge = torch.autograd.graph.get_gradient_edge(end) if isinstance(end, torch.Tensor) else end
     return edge.node, edge.output_nr
 
@@ -471,8 +471,8 @@ def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any
 
 
 def python_nodes(node: Any) -> Iterator[Any]:
-    """The nodes of `autograd.Function`s, such as those of regions, at `node`: itself if it is one, else those of its
-    next nodes that are. An in-place operator on a region's output puts a node (`CopyBackwards`) in front of the
+    """The nodes of `autograd.Function`s, such as those of regions, at `node`: `node` itself if it is one, else those
+    among its next nodes. An in-place operator on a region's output puts a node (`CopyBackwards`) in front of the
     region's."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         yield node

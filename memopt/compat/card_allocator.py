@@ -25,8 +25,8 @@ def expandable_segments() -> bool:
 
 
 def may_turn_on_expandable_segments() -> bool:
-    """Whether `turn_on_expandable_segments` would change anything: they are not in use yet, the environment neither
-    turns them off nor names another allocator, and this is Linux, since torch has them nowhere else."""
+    """Whether `turn_on_expandable_segments` would change anything: on Linux, since torch has these segments nowhere
+    else, if they are not in use yet and the environment neither turns them off nor names another allocator."""
     asked = _in_environment() is not None or "cudaMallocAsync" in _settings()
     return sys.platform == "linux" and _set_settings is not None and not _turned_on and not asked
 

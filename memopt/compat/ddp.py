@@ -160,7 +160,7 @@ class ReducerHooks:
 
     def note_at_end(self) -> None:
         """Record the addresses of the buckets (`addresses`) when the running backward ends. In the first backward of a
-        static graph, all gradients become views only then, by a callback that DDP has queued before."""
+        static graph, all gradients become views only then, by a callback that DDP has queued earlier."""
         if self.views and self._noted != current_backward():
             self._noted = current_backward()
             when_backward_ends(self._note_all)

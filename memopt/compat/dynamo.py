@@ -289,9 +289,9 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
     """Empty Dynamo's cache for each code object whose compilations all come from backends for which `is_dead` is true.
 
-    Nothing else frees them: the cache entries of a model's forward belong to its class, and the code that Dynamo made
-    for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called while
-    Dynamo compiles."""
+    Nothing else frees such compilations: the cache entries of a model's forward belong to its class, and the code that
+    Dynamo made for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called
+    while Dynamo compiles."""
     for code, backends in _compiled_codes():
         if backends and all(map(is_dead, backends)):
             torch._C._dynamo.eval_frame.reset_code(code)

@@ -55,7 +55,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def forget_dispatches(mode: FakeTensorMode) -> None:
-    """Empty the cache of operator calls of a fake mode with symbolic shapes, which a capture would keep alive."""
+    """Empty the cache in which a fake mode with symbolic shapes keeps results of operators, to free its memory."""
     if mode.shape_env is not None:
         mode.shape_env.fake_tensor_cache.clear()
 
@@ -64,7 +64,7 @@ def broadcast_masks() -> Replacement:
     """A replacement of torch's rule for `masked_select` on fake tensors: the result may have as many elements as the
     shape that its operands broadcast to.
 
-    Torch itself takes the number of elements of the first operand as the limit, and asserts that in every step."""
+    Torch itself takes the number of elements of the first operand as the limit, and asserts it in every step."""
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     select: Any = torch.ops.aten.masked_select.default

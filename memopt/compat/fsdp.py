@@ -103,7 +103,7 @@ def _stage(tensor: torch.Tensor) -> None:
 
 
 class Exchange:
-    """Takes the place of FSDP2's exchange `usual`: allocates tensors as that one does, and exchanges them by `run`."""
+    """Takes the place of FSDP2's exchange `usual`: allocates the same tensors, but calls `run` to exchange them."""
 
     def __init__(self, usual: Any, run: Callable[..., None]) -> None:
         self.usual, self.allocate, self.run = usual, usual.allocate, run
@@ -169,8 +169,8 @@ class Gathered:
 
     @property
     def waiting_bytes(self) -> int:
-        """Within `without_exchange`, which sets the gradients of earlier backwards aside: the bytes of those in whose
-        place the running backward has made no gradient yet. A real step would hold them now."""
+        """Within `without_exchange`, which sets aside the gradients of earlier backwards: the bytes of those that a
+        real step would still hold now, since the running backward has made no gradient in their place yet."""
         return sum(gradients.waiting_bytes for gradients in self._whole)
 
     def memory(self) -> Iterator[torch.Tensor]:

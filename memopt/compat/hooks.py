@@ -66,8 +66,8 @@ class DeferredHook:
 
 class DeferredHooks(OrderedDict[int, Any]):
     """The table in which `Tensor.register_hook` puts the hooks of a tensor. While its attribute `at_once` is false, as
-    it is at first, autograd's calls of them do nothing: memopt (`InnerOutputs`) calls the user's functions, `own`, once
-    the whole gradient of the tensor is known."""
+    it is at first, autograd's calls of these hooks do nothing: memopt (`InnerOutputs`) calls the user's functions,
+    `own`, once the whole gradient of the tensor is known."""
 
     at_once = False
 

@@ -3,8 +3,8 @@ numbers: its fallbacks, operators that it calls rather than generates code for, 
 
 Inductor registers a fallback (`make_fallback`) only when it comes to the operator's first call. A value with several
 readers is written to memory at once if one of them is known to need its inputs in memory. In the first graph of a
-process with such an operator, what comes before its call was therefore lowered without knowing so, and the same graph
-got other code later on, which holds another number of bytes.
+process with such an operator, the values before its call would therefore be lowered without knowing this, and the same
+graph would later get other code, which holds another number of bytes.
 
 From torch 2.13 on, inductor keeps the order of random kernels itself where `fallback_random` is set, but not after an
 operator whose results nobody reads (the last dropout of a branch that the loss does not reach), nor for one that saves
@@ -78,7 +78,7 @@ def _realized(value: Any) -> Any:
 def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
     """Register with inductor the lowering of `memopt::hold`, which writes a value to memory, and the fallback of each
     other operator without a lowering in the graph and its subgraphs, as inductor itself would at the operator's first
-    call. If the user has turned `implicit_fallbacks` off, most get none, and inductor then raises an error."""
+    call. If the user has turned `implicit_fallbacks` off, most operators get none, and inductor raises an error."""
     from torch._inductor import config
     from torch._inductor import lowering as untyped
 
@@ -95,8 +95,8 @@ def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
 
 def pools_as_they_are() -> list[Replacement]:
     """Replacements by which inductor calls ATen's backward of average pooling where the last windows may reach beyond
-    the padding (`ceil_mode`). The code that it would generate instead divides by the whole window there, where the
-    forward divides by the part within: its gradients are wrong (torch 2.11 to 2.13)."""
+    the padding (`ceil_mode`). The code that inductor would generate divides by the size of the whole window there, but
+    the forward by that of the part within the padding: the gradients would be wrong (torch 2.11 to 2.13)."""
     from torch._inductor import lowering as untyped
 
     lowering: Any = untyped

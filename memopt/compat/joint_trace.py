@@ -147,15 +147,15 @@ class AotTrace:
         """The region as a differentiable function of its inputs, which runs the forward and backward into which
         `partition` cuts the joint graph.
 
-        `forward` and `backward` compile these; their graphs are empty afterwards. This may be called repeatedly with
-        different partitions, each time in the tracing context of the region.
+        `forward` and `backward` are the compilers of the two modules that `partition` returns, whose graphs are empty
+        afterwards. This may be called repeatedly with different partitions, each time in the region's tracing context.
         """
         compiled, halves = _second_phase(
             self.state, self.capture, partition, forward, backward, log=_graphs_are_logged()
         )
         for half in halves:
             erase_all(half.graph)  # their code is compiled
-        compiled = _disable(compiled, reason="a planned region is not traced again")
+        compiled = _disable(compiled, reason="memopt has compiled this region by its plan")
 
         def region(*inputs: Any) -> Any:
             return compiled(list(inputs))
@@ -200,8 +200,8 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 def gradients_without_gaps() -> Replacement:
     """A replacement by which AOTAutograd takes the gradients of outputs that are views with gaps as contiguous tensors.
 
-    It would copy them to the strides of the view, gaps included: each column of a matrix would take as much memory as
-    the whole matrix."""
+    By itself AOTAutograd copies such a gradient to the strides of the view, gaps included: the gradient of one column
+    of a matrix would take as much memory as the whole matrix."""
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
     return MemoryFormatMeta, "from_tensor", _gapless(MemoryFormatMeta.from_tensor)
@@ -245,7 +245,7 @@ def _second_phase(
 
     def compile_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         compiled = backward(module, inputs)
-        return _disable(compiled, reason="a planned backward is not traced again")
+        return _disable(compiled, reason="memopt has compiled this backward by its plan")
 
     # The second phase writes to these objects, and the function that it returns reads them when it is called.
     state = copy.copy(state)
@@ -329,8 +329,8 @@ def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Itera
 
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
     for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call again without it.
-    This prevents that for the symbols of the fake mode `mode` that no operator of `joint` reads; without `joint` for
-    all of them, as a second trace of a region reads new symbols in their place.
+    This context prevents that for the symbols of the fake mode `mode` that no operator of `joint` reads. Without
+    `joint` it does so for all symbols: a second trace of a region reads new symbols in the place of these.
     """
     from torch._dynamo.symbolic_convert import TensorifyState
 
@@ -354,4 +354,4 @@ def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Itera
 
 
 def _no_compiler(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    raise AssertionError("AOTAutograd compiles a region that it was only to trace")
+    raise AssertionError("AOTAutograd called the compiler, but was only to trace the region")

@@ -225,8 +225,8 @@ def custom_function(
     """The outputs of an `autograd.Function` whose backward can be differentiated again.
 
     `forward` returns the outputs, and the values that `backward` takes after the gradients of the outputs;
-    `not_differentiable` holds the positions of outputs without gradients. Torch's own operator for it runs the backward
-    without autograd, and second derivatives through it are silently zero.
+    `not_differentiable` holds the positions of outputs without gradients. The operator that torch itself captures for
+    such a function runs the backward without autograd: second derivatives would silently be zero.
     """
     apply: Any = _Function.apply
     return apply(forward, backward, frozenset(not_differentiable), *inputs)

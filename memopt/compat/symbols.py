@@ -66,8 +66,8 @@ def _taking(sizes: _Sizes) -> Iterator[None]:
 
 
 def fixed_float(value: object) -> float | None:
-    """The value of a symbolic float that a guard has fixed, itself or as the expression that it is; None for anything
-    else."""
+    """The value of a symbolic float that a guard requires to have one value; the guard may be on the symbol, or on the
+    expression that the float stands for. None for anything else."""
     if not isinstance(value, torch.SymFloat):
         return None
     node: Any = value.node
@@ -79,7 +79,7 @@ def fixed_float(value: object) -> float | None:
 
 
 def fix_float(value: torch.SymFloat) -> None:
-    """Add a guard on the value of a symbolic float: Dynamo compiles again where it is another."""
+    """Add a guard on the value of a symbolic float: Dynamo compiles again for a call in which the float differs."""
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     guard_scalar(value)
@@ -130,7 +130,7 @@ def upper_bound(size: torch.SymInt) -> int:
 
 
 def largest_value(size: int | torch.SymInt) -> int:
-    """The size itself, or, for a symbolic one, the largest value that it may take, as `upper_bound` has it."""
+    """The size itself, or, for a symbolic one, the largest value that it may take (see `upper_bound`)."""
     return size if isinstance(size, int) else upper_bound(size)
 
 

@@ -131,8 +131,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values to a tensor, which gets their sizes: a forward may have resized it, as the observers of
-    quantisation-aware training resize their buffers."""
+    """Write `values` to a tensor, and resize it to their shape if it has another: a forward may have resized it, as the
+    observers of quantisation-aware training resize their buffers."""
     with torch.no_grad():
         if tensor.shape != values.shape:
             tensor.resize_(values.shape)
@@ -200,7 +200,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def users_of(tensor: torch.Tensor) -> int:
-    """A number that grows with the tensors that share the tensor's storage, and with C++ references to the tensor."""
+    """A count of the tensors that share the tensor's storage and of the C++ references to the tensor, added up."""
     sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
     referring: int = tensor._use_count()  # type: ignore[attr-defined]
     return sharing + referring

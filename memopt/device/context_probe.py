@@ -37,8 +37,8 @@ def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> 
 
 def context_bytes(free_before: int, free_during: int, reserved: str) -> int | None:
     """The bytes by which a GPU's free memory has fallen since a process started, without those that torch's allocator
-    has reserved in that process, which it prints (`reserved`). None where `reserved` is no number or the result is not
-    credible."""
+    has reserved in that process: `reserved`, as the process printed it. None where `reserved` is no number or the
+    result is not credible."""
     if not reserved.strip().isdecimal():
         return None
     found = free_before - free_during - int(reserved)

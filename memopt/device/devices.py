@@ -32,7 +32,7 @@ def device_here() -> torch.device:
 
 
 def device_in_use() -> torch.device:
-    """The current device of the first kind other than the host that this process has used; the host where none was."""
+    """The current device of the first kind other than the host that this process has used; else the host."""
     return next((kind.current() for kind in DEVICES.values() if kind.in_use() and not kind.is_host), HOST)
 
 

@@ -19,7 +19,7 @@ _HOST_SHARE = 2
 
 @dataclass(frozen=True)
 class Chip:
-    """The multiprocessors of a card. Kernels choose their grids of thread blocks by them, and so the bytes of the
+    """The multiprocessors of a card. A kernel's grid of thread blocks depends on them, and so do the bytes of the
     buffers that thread blocks share."""
 
     multiprocessors: int

@@ -65,9 +65,9 @@ class LiveBytes(TorchDispatchMode):
     """The bytes alive of storages that operators made while the mode was active, and the most that were alive at once.
 
     A storage counts once, however many views it has, from the operator that made it until the last tensor on it dies.
-    Storages that existed before do not count, except states of the CPU's random generator and what `torch.tensor` makes
-    from numbers. Subclasses define how an operator is run (`run`) and what its kernel holds besides its arguments and
-    results (`workspace_bytes`).
+    Other storages do not count, such as those that existed before, except two kinds that no operator makes: states of
+    the CPU's random generator, and what `torch.tensor` makes from numbers. Subclasses define how an operator is run
+    (`run`) and what its kernel holds besides its arguments and results (`workspace_bytes`).
 
     Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose
     memory lives on, so that the next tensor on it would count as new, and counts would differ from run to run.
@@ -244,7 +244,7 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
 
     def list_within(self, calls: Sequence[BlockCall], workspace_bytes: int, results: Sequence[torch.Tensor]) -> None:
         """Count an operator's `results`, and list the allocations and frees of results and workspace in the order of
-        `calls`. There, blocks numbered below `len(results)` are the results, the others workspace."""
+        `calls`, in which blocks numbered below `len(results)` are the results, the others workspace."""
         workspace: dict[int, int] = {}
         for allocates, block, nbytes in calls:
             if not allocates:

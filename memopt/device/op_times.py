@@ -51,7 +51,7 @@ def time_calls(
 
 
 def call_key(call: OpCall) -> str:
-    """The call as text, equal in every process, as a key on disk."""
+    """The call as text, equal in every process, to be its key on disk."""
     return f"{call.op} {call.args} {call.kwargs}"
 
 

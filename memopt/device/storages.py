@@ -60,7 +60,7 @@ def is_view(node: fx.Node) -> bool:
 
 def made_bytes(maker: fx.Node, value: torch.Tensor) -> int:
     """The bytes of the storage that a node makes for a value. The gradient of an output has memory of its own, of the
-    output's size, also where the output is a view of a larger tensor."""
+    output's size, even where the output is a view of a larger tensor."""
     if not is_tangent(maker):
         return storage_bytes(value)
     return largest_value(math.prod(value.shape) * value.element_size())
@@ -179,7 +179,7 @@ def is_generated(node: fx.Node) -> bool:
 
 
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the readers of a value, also behind views; the graph's output is one."""
+    """Yields the readers of a value, also those behind views; the graph's output counts as a reader."""
     for user in node.users:
         if is_view(user):
             yield from readers_of(user)

@@ -122,8 +122,8 @@ def chunked_loss(call: OpCall) -> int:
 def linear_rows(call: OpCall) -> int:
     """Upper bound on the workspace bytes of `memopt::linear_rows` or its backward. For a chunk of rows in fp32: the
     logits, with 8 more classes for each layer as padding, and as many bytes again for each value that the operator's
-    argument `program` computes from them; in the backward twice as many. Then each layer's weight in the dtype of its
-    input, the sums of its gradient in fp32, and copies of all operands and results."""
+    argument `program` computes from them; twice these bytes in the backward. In addition: each layer's weight in the
+    dtype of its input, the sums of its gradient in fp32, and copies of all operands and results."""
     backward = rule_name(call) == "linear_rows_backward"
     hidden, weights = call.args[backward : backward + 2]
     program, chunk = call.argument(6 + backward), call.argument(7 + backward)
@@ -231,7 +231,8 @@ def rule_name(call: OpCall) -> str:
 
 
 def by_rules(call: OpCall, rules: Mapping[str, Rule], *, pointwise: Rule = nothing, reduction: Rule = all_bytes) -> int:
-    """The workspace bytes of a call by `rules`, those of a kind of device, else by the rules that hold on every device.
+    """The workspace bytes of a call by `rules`, which are for a kind of device, or else by those that hold on every
+    device.
 
     Without a rule, operators on lists of tensors and those that return an alias hold nothing; pointwise ones and
     reductions hold what `pointwise` and `reduction` say; all others are assumed to copy all their tensors once."""

@@ -27,7 +27,7 @@ def emit_plan(plan: Plan, accumulation: Accumulation) -> tuple[Emitted, ...]:
     compile a region.
     """
     captured = plan.captured
-    assert captured is not None, "a plan loaded from a file has no graphs from which to make functions"
+    assert captured is not None, "a plan loaded from a file has no graphs to make functions from: plan the call again"
     return tuple(
         emit_planned(plan, joint, schedule, accumulation, captured.sizes_of(number))
         for number, (joint, schedule) in enumerate(zip(captured.regions, plan.regions, strict=True))
@@ -85,7 +85,7 @@ def emit_region(
 
 
 def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[..., Any]:
-    """`run`, the function of a region, with its inputs at `positions` detached before each call. If they were not,
+    """A function that calls `run`, the function of a region, with the inputs at `positions` detached. Otherwise
     their autograd nodes would be visited in the backward with no gradient: hooks would be called with None, and DDP
     would count the parameters as used."""
     if not positions:

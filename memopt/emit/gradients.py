@@ -65,8 +65,8 @@ class Accumulation:
 class AccumulateGradient(nn.Module):
     """Adds a gradient to its parameter's `.grad` and returns None, where autograd would do nothing else with it; also
     returns None where autograd would drop the gradient (`backward(inputs=…)` of other tensors). Otherwise it returns
-    the gradient for autograd to use: the first one, one that a hook reads, one for `torch.autograd.grad`. Under DDP the
-    first one also becomes `.grad`, and is exchanged while the backward continues.
+    the gradient for autograd to use: the first one (while `.grad` is None), one that a hook reads, or one for
+    `torch.autograd.grad`. Under DDP the first one is made `.grad` here if possible, to be exchanged early.
 
     The parameter is number `position` of the tensor inputs of the call whose backward runs, because one region serves
     calls with different parameters. With `own_memory`, no other result of the backward shares memory with the gradient.
@@ -269,8 +269,8 @@ def is_reached(tangents: Collection[int], number: int) -> bool:
 
 
 def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Callable[[list[Any]], Any]:
-    """`backward`, a compiled backward, with None in place of each gradient that comes only from outputs through which
-    the running backward does not pass."""
+    """A function that runs the compiled `backward`, and returns None in place of each gradient that comes only from
+    outputs through which the running backward does not pass."""
     partial = joint.partial_gradients
     if not partial:
         return backward
@@ -284,7 +284,7 @@ def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Call
 
 
 def telling(backward: Callable[[list[Any]], Any], accumulation: Accumulation) -> Callable[[list[Any]], Any]:
-    """`backward`, a compiled backward, which raises what `accumulation.failed` returns where an allocation fails."""
+    """A function that runs the compiled `backward`, and raises `accumulation.failed(error)` if an allocation fails."""
 
     def run(arguments: list[Any]) -> Any:
         try:

@@ -83,7 +83,9 @@ class _Halves:
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         """The forward and backward as planned, for inductor to compile. The joint graph that inductor passes, the
         planned one traced again, is not used."""
-        assert num_fwd_outputs == self.joint.forward_outputs, "inductor traced a graph other than the planned one"
+        assert num_fwd_outputs == self.joint.forward_outputs, (
+            "inductor traced a graph with another number of outputs than the planned one"
+        )
         forward, backward = self.cut()
         self.handing = _Handing(backward)
         inputs = {node.name for node in forward.graph.find_nodes(op="placeholder")}
@@ -210,8 +212,9 @@ def hold_values(half: fx.GraphModule, inputs: Collection[str]) -> None:
     """Have inductor write elementwise values to memory where the kernels that read them would otherwise hold more.
     Edits the graph. `inputs` are the names of the region's inputs, which nothing frees.
 
-    Inductor computes a value of few arguments in each kernel that reads it, and then holds the arguments until the last
-    of these kernels: both gradients, say, whose sum another branch of the model reads late.
+    Inductor computes an elementwise value of few arguments anew in each kernel that reads it, and holds the arguments
+    until the last of these kernels. If a branch of the model reads the sum of two gradients late, for example, both
+    gradients are held until then instead of their sum.
     """
     for node in values_to_hold(half.graph, inputs):
         with half.graph.inserting_after(node):
@@ -280,8 +283,8 @@ _running = _Running()
 
 @torch.library.custom_op("memopt::hand_gradient", mutates_args=())
 def hand_gradient(gradient: Tensor, number: int) -> Tensor:
-    """Pass a gradient to the `AccumulateGradient` module of this number in the running backward. The result is an empty
-    tensor, so that the gradient is freed after the call; a gradient that the module returns is kept as a clone."""
+    """Pass a gradient to the `AccumulateGradient` module with this number in the running backward. A gradient that the
+    module returns is kept as a clone, for autograd. Returns an empty tensor, so that `gradient` is freed after this."""
     returned = _running.takers[number](gradient)
     if returned is not None:
         _running.returned[number] = returned.clone()

@@ -103,7 +103,9 @@ def nodes_before_steps(
         return {}
     named = {node.name: node.target for node in scheduled.graph.nodes}
     calls = [node for node in backward.graph.nodes if node.op == "call_function"]
-    assert all(named.get(node.name) == node.target for node in calls), "a scheduled node is renamed in the backward"
+    assert all(named.get(node.name) == node.target for node in calls), (
+        "a node of the schedule has another name in the backward"
+    )
     uses = MemoryUses(scheduled.graph, find_storages(scheduled.graph))
     found: dict[int, set[str]] = {}
     for position, number in joint.parameter_gradients.items():
@@ -111,7 +113,7 @@ def nodes_before_steps(
         if before is not None:
             late = {node.name for node in before if node.meta.get("partitioner_tag") == BACKWARD}
             found[position - joint.forward_outputs] = late
-    assert len(found) == len(numbers), "a parameter's step is planned within the backward but must wait for its end"
+    assert len(found) == len(numbers), "a parameter's step is planned in the backward but must come after it"
     return found
 
 

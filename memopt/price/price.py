@@ -50,8 +50,8 @@ RETURN_OUTPUTS = "return_outputs"
 def price(
     joint: fx.GraphModule, forward_outputs: int, price_of: Callable[[fx.Node], NodePrice], use: GraphUse = ALONE
 ) -> PricedGraph:
-    """A joint graph in canonical form as a problem for the solver: its operators with seconds and workspace, its
-    storages with bytes.
+    """A joint graph in canonical form (`JointGraph.of`) as a problem for the solver: its operators with seconds and
+    workspace, its storages with bytes.
 
     Args:
         joint: the graph, with fake tensors in `meta["val"]`.

@@ -101,7 +101,7 @@ def steps_after(
     graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[PlacedParameterStep]]:
     """For each node of `backward` (in program order), the parameters that the optimizer may step right after the node,
-    because it is the last node that must run before."""
+    because it is the last of the nodes that must run before the step."""
     if not steps.inside:
         return {}
     uses = MemoryUses(graph, storages)
@@ -202,7 +202,7 @@ class PassedOn:
 
 @dataclass(frozen=True)
 class PricedParameterStep:
-    """The optimizer's step of one parameter within the backward, as an op of the problem without a node."""
+    """The optimizer's step of one parameter within the backward, as an op of the problem (no node of the graph)."""
 
     number: int
     """The number of the parameter among the graph's inputs."""
@@ -274,13 +274,14 @@ ALONE = GraphUse()
 def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]) -> PricedGraph:
     """The priced region `number` of a call, with the bytes of eager code before and during its forward and backward.
 
-    What eager code holds at most before the forward or the backward becomes the workspace of an extra op; what it holds
-    while one of them runs, a storage of that lifetime. After the last region's forward, an extra storage stands for
-    what is held until its backward begins.
+    The most that eager code holds before the forward or the backward becomes the workspace of an extra op. What it
+    holds while one of them runs becomes an extra storage that lives as long. The last region gets one more storage, for
+    what eager code holds between its forward and its backward.
 
     Args:
-        eager: the bytes around each region, and a last entry with those after the last backward (`before`), after the
-            forward (`during`), and between the last region's forward and the end of the call's (`before_backward`).
+        eager: the bytes around each region, and a last entry for the whole call: `before` has those held after the last
+            backward, `during` those at the end of the call's forward, and `before_backward` those between the last
+            region's forward and that end.
     """
     problem, own, around = priced.problem, eager[number], eager[-1]
     last = number == len(eager) - 2

@@ -107,7 +107,7 @@ def test_a_step_comes_after_operators_that_read_an_alias() -> None:
 
 
 def test_a_parameter_with_a_returned_alias_cannot_be_stepped() -> None:
-    with pytest.raises(AssertionError, match="planned within the backward but must wait for its end"):
+    with pytest.raises(AssertionError, match="planned in the backward but must come after it"):
         backward_of(sharing(returned=True), 0, boundary=1)
     backward = backward_of(sharing(returned=True), boundary=1)
     assert [type(module) for module in backward.children()] == [AccumulateGradient]
