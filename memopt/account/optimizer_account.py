@@ -235,7 +235,8 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` if it evaluates the model many times (LBFGS) or takes sparse gradients (SparseAdam)."""
+    """Raise `ValueError` for an optimizer whose step evaluates the model (LBFGS) or needs sparse gradients
+    (SparseAdam)."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

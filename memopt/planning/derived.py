@@ -1,5 +1,5 @@
 """Plans that are derived from other plans: for a forward while others like it wait, for a step with further regions,
-and with bytes left free for the steps of other models. They are found by the bytes of a step (`StepBytes`)."""
+and with bytes left free for the steps of other models; and the bytes of a step that decide how much (`StepBytes`)."""
 
 from __future__ import annotations
 

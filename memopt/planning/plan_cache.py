@@ -134,8 +134,8 @@ def noted_key(sketch: str | None) -> str | None:
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store a job's key under its sketch, so that `noted_key` finds the plan before the call is captured. Does nothing
-    where either is None."""
+    """Store the key of a call's plan under the call's sketch, so that `noted_key` finds it before the call is captured.
+    Does nothing where either is None."""
     if sketch is not None and key is not None:
         _write(sketch, key)
 

@@ -98,7 +98,7 @@ class CutNetwork:
         return float(self._arc_seconds[np.isfinite(self._arc_seconds)].sum())
 
     def cut(self, price: float, offload_seconds: Floats | None = None) -> Cut:
-        """The cheapest cut where a saved byte costs `price` seconds and an op to recompute its own seconds.
+        """The cheapest cut, where each saved byte costs `price` seconds and each recomputed op costs its own seconds.
 
         `offload_seconds` is the price in seconds of offloading each storage of the problem, infinite for a storage that
         cannot be offloaded. With None, no storage can.
@@ -233,7 +233,8 @@ def _gap(left: Cut, right: Cut) -> tuple[float, int, Cut, Cut]:
 class MinimumCut:
     """Proposes, for each cut of `lower_hull`, the schedule that saves its storages (`just_in_time`).
 
-    The schedules are the same at every budget; the portfolio takes those that fit and repairs the next larger ones.
+    The schedules are the same at every budget; the portfolio takes those that fit, and repairs those with the next
+    higher peaks.
     """
 
     name = "minimum cut"
