@@ -314,7 +314,7 @@ def least_plan(plan: Plan, most_bytes: float = math.inf) -> Plan:
 
 def leaving_room(plan: Plan) -> Plan:
     """The plan to use while it is not known what other models will allocate during the step: `plan` itself where it
-    leaves at least as many bytes free as the step holds with nothing recomputed, else the `least_plan` of it."""
+    leaves at least as many bytes free as the step holds with nothing recomputed, else its `least_plan`."""
     free = plan.budget_bytes - plan.ceiling_bytes
     if plan.added_time <= NEGLIGIBLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
         return plan

@@ -133,7 +133,8 @@ class TracedStep:
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """The step's rewriting for a call of several regions: a region with nothing to rewrite is no error."""
+        """The step's rewriting, to be applied to each region of a call by itself: it raises no error for a region with
+        nothing to rewrite."""
         return replace(self.rewriting, needed="")
 
     @property

@@ -61,8 +61,8 @@ def kept_by_forward(problem: RematProblem) -> frozenset[int]:
 
 
 class CutNetwork:
-    """A flow network each of whose cuts is a choice of forward storages to save, so that the backward has the `needed`
-    ones: all others are recomputed. Built once, cut at many prices in seconds of a saved byte.
+    """A flow network, each cut of which says which forward storages are saved, and which are recomputed from these so
+    that the backward has all that are `needed`. Built once, and cut at many prices, in seconds, of a saved byte.
 
     `held` storages are live in any case and cost nothing to save. By default, `needed` are the forward storages that
     the backward reads, and `held` those of `kept_by_forward`."""

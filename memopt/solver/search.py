@@ -115,8 +115,8 @@ class Search:
         """Local search: in each round, recompute a few more values of the best plan (`ruin`), or repair a plan with
         noise, then polish the result.
 
-        The repaired plan is mostly the best one, else `save_all` or one of `seeds`, under a somewhat smaller cap. Ends
-        when the repairs have made about `evaluations` evaluations together, or after some hundreds of rounds.
+        A repair starts mostly from the best plan, else from `save_all` or one of `seeds`, under a slightly smaller cap.
+        Ends when the repairs have made about `evaluations` evaluations together, or after some hundreds of rounds.
         """
         draw = self._random
         limit = self.spent + evaluations
