@@ -1,6 +1,6 @@
 """Plans made earlier, on disk, or by another rank: read, checked against the graphs to run, and agreed on.
 
-Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the job is
+Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the call is
 planned as if there were none. Plans are not trusted either: a plan's schedule is simulated, and every figure by which
 its step runs or is refused is computed again.
 """

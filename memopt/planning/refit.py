@@ -145,8 +145,8 @@ class _Regions:
 
 @dataclass
 class Refit(Generic[Made]):
-    """Alternates planning and compiling until compiled code fits: plans again with fewer bytes where the compiled code
-    exceeds the budget, with more where it leaves room and the plan recomputes. Code that fits is kept with its plan."""
+    """Alternates planning and compiling until compiled code fits: plans again for fewer bytes where the compiled code
+    exceeds the budget, for more where it leaves room and the plan recomputes. Code that fits is kept with its plan."""
 
     budget_bytes: int
     lowering_bytes: int = 0

@@ -101,8 +101,8 @@ class Search:
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
         """The seed made to fit the cap by a replay that evicts values when memory is full, and recomputes them when
-        read: first the one of least seconds / (bytes^p · evaluations to its next read^a), where `rule` is (p, a). None
-        if that does not fit or the search is done."""
+        read. It evicts first the value of least seconds / (bytes^p · evaluations to its next read^a), where `rule` is
+        (p, a). None if the result does not fit, or the search is done."""
         if self.done or self._is_long(seed):
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)
