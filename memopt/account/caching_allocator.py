@@ -178,7 +178,7 @@ class CachingAllocator:
         limit_bytes: the bytes that it may reserve, as `torch.cuda.set_per_process_memory_fraction` sets it; None:
             any amount.
         state: the blocks that exist at the start: free ones may be allocated, the others are never freed.
-        rising: whether new segments get addresses above all others, and not the highest that are free.
+        rising: whether a new segment is placed above all others; else at the highest address where it has room.
 
     Raises `CardFullError` where the state is above the limit.
     """

@@ -72,7 +72,8 @@ def look(
     holds is missed; of the activations that a plain model saved, only those are found that its modules passed on.
 
     Args:
-        own: further tensors that the account of the step includes: the call's inputs, and copies by which it is undone.
+        own: further tensors that the account of the step includes: the call's inputs, and the copies that are kept so
+            that a failed call can be undone.
         named: the addresses of memory that is counted already, such as what waiting forwards hold.
         waiting_bytes: held by forwards of this model that wait for their backward; the allocator's count includes it.
         others_bytes: held by waiting forwards of other models; these bytes are no part of the step.

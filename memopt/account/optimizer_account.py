@@ -75,7 +75,7 @@ def optimizer_account(
             any case ("adamw"), or None.
         parameters: the model's parameters, real, fake or on "meta"; those with `requires_grad=False` are left out. For
             an instance, the parameters in its groups are taken instead.
-        idle: those of an instance's parameters that have no gradient when it steps; what state it has for them counts.
+        idle: those of an instance's parameters that have no gradient when it steps; only state that exists counts.
         device_type: the type of device where the step will run; by default the device of the parameters (CPU for meta).
 
     Raises:
@@ -235,7 +235,8 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` if it evaluates the model many times (LBFGS) or takes sparse gradients (SparseAdam)."""
+    """Raise `ValueError` for an optimizer whose step evaluates the model (LBFGS) or needs sparse gradients
+    (SparseAdam)."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

@@ -216,7 +216,7 @@ def count_on_values(
     as for `count_plain_step`. `checkpoints`: modules run a second time in the backward. The result is then None if the
     forward makes leaf tensors that require gradients, since the second run makes others.
 
-    None where the step holds more than `most_bytes`, at which it stops, where it cannot be run, or where its backward
+    None where the step holds more than `most_bytes`, at which the run stops, where it cannot run, or where its backward
     would reach leaf tensors other than the model's parameters and the inputs. Where the workspace of a kernel decides
     whether an operator may run, it is measured after all tensors of the step are freed, and the step is run again."""
     for _ in range(_MOST_RUNS):

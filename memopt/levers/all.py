@@ -1,5 +1,5 @@
-"""All levers of memopt, one line each, in the order in which a plan tries those that it may use (first of all those
-that make the step faster on its device); and those that the option `allow` names."""
+"""All levers of memopt, in the order in which the search for a plan tries them (but first those that make the step
+faster on its device); and the check of the option `allow`, which names the levers that a plan may use."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class DecidePrecision:
 
     @property
     def left_to_autocast(self) -> bool:
-        """Whether the dtypes are left to the caller's own autocast: it is on, and `yields` is set."""
+        """Whether the caller's `torch.autocast` decides the dtypes: it is on and `yields` is set (precision "auto")."""
         return self.yields and autocast_is_on()
 
     def plan(self, graph: OperatorGraph) -> PrecisionPlan:

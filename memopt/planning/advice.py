@@ -43,7 +43,7 @@ def _unless_it_fails(suggest: _Suggest) -> list[Way]:
     try:
         return list(suggest())
     except Exception as failure:  # any exception: it plans models and optimizers that were never tried
-        _log.debug("a suggestion for the refusal could not be tried", exc_info=failure)
+        _log.debug("a change that the BudgetError might have named could not be tried", exc_info=failure)
         return []
 
 

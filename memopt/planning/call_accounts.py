@@ -40,8 +40,8 @@ class Looks(Protocol):
 
     @property
     def found(self) -> Elsewhere:
-        """The bytes outside of the step that the latest search of the device found, by `look` or later; no bytes where
-        no search was made, as with `fixed_bytes`."""
+        """The bytes outside of the step that the latest search of the device found; no bytes where no search was made,
+        as with `fixed_bytes`."""
 
     @property
     def tolerance_bytes(self) -> int:

@@ -1,5 +1,5 @@
 """Plans that are derived from other plans: for a forward while others like it wait, for a step with further regions,
-and with bytes left free for the steps of other models. They are found by the bytes of a step (`StepBytes`)."""
+and with bytes left free for the steps of other models; and the bytes of a step that decide how much (`StepBytes`)."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def least_plan(plan: Plan, most_bytes: float = math.inf) -> Plan:
 
 def leaving_room(plan: Plan) -> Plan:
     """The plan to use while it is not known what other models will allocate during the step: `plan` itself where it
-    leaves at least as many bytes free as the step holds with nothing recomputed, else the `least_plan` of it."""
+    leaves at least as many bytes free as the step holds with nothing recomputed, else its `least_plan`."""
     free = plan.budget_bytes - plan.ceiling_bytes
     if plan.added_time <= NEGLIGIBLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
         return plan

@@ -39,8 +39,8 @@ def plain_step(joined: Joined, account: Account) -> Breakdown:
 
 def plain_beside(step: PricedStep, schedule: Schedule, account: Account) -> Breakdown:
     """The memory at the peak of a step with nothing recomputed, as from `plain_step`, to be shown beside the figures of
-    a plan. If the plan's `schedule` recomputes nothing either, the allocator's overhead is the plan's own, which is in
-    `account`, so that both peaks are equal; `plain_step` would count the least with which the step completes."""
+    a plan. If the plan's `schedule` recomputes nothing either, the allocator's overhead is taken from `account`, the
+    plan's own, so that both peaks are equal; `plain_step` takes the least with which the step completes."""
     save_all = Schedule.save_all(step.plain.problem)
     same = step.plain is step.seen and schedule == save_all
     return breakdown(step.plain.problem, save_all, account) if same else plain_step(step.plain, account)

@@ -66,8 +66,8 @@ class PlanJob:
 
     def sketch(self) -> str | None:
         """A key that needs no capture, made from the model's structure, plain attributes and source. Calls with equal
-        sketches most likely have equal graphs; a plan found by it must be checked by `key` before it runs. None as for
-        `key`."""
+        sketches most likely have equal graphs; a plan found by its sketch must be checked by `key` before it runs. None
+        in the same cases as `key`."""
         modules = dict(self.model.named_modules())
         attributes = [(name, _attributes(module)) for name, module in modules.items()]
         call = call_signature(self.call), same_tensors(self.call)

@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def takes_options(kind: type, defaults: Mapping[str, object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function that takes `**options: Unpack[kind]`, for a `TypedDict` named `kind`.
+    """Decorates a function whose keywords are those of a `TypedDict`, `kind`: it takes `**options: Unpack[kind]`.
 
     A keyword that neither the function nor `kind` has raises a `TypeError` that names the closest one. What `help` and
     notebooks show as the signature lists the options, with their `defaults`.

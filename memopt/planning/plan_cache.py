@@ -1,6 +1,6 @@
 """Plans made earlier, on disk, or by another rank: read, checked against the graphs to run, and agreed on.
 
-Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the job is
+Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the call is
 planned as if there were none. Plans are not trusted either: a plan's schedule is simulated, and every figure by which
 its step runs or is refused is computed again.
 """
@@ -134,8 +134,8 @@ def noted_key(sketch: str | None) -> str | None:
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store a job's key under its sketch, so that `noted_key` finds the plan before the call is captured. Does nothing
-    where either is None."""
+    """Store the key of a call's plan under the call's sketch, so that `noted_key` finds it before the call is captured.
+    Does nothing where either is None."""
     if sketch is not None and key is not None:
         _write(sketch, key)
 

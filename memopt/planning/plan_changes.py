@@ -1,4 +1,4 @@
-"""The changes of a plan to its captured step: by passes in operator graphs and joint graphs, and by the schedule."""
+"""What a plan changes in its captured step: by passes in operator graphs and joint graphs, and by the schedule."""
 
 from __future__ import annotations
 

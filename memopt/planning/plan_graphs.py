@@ -1,4 +1,4 @@
-"""The graphs of a plan's stages, what each stage changed in them, and the changes of a plan for readers."""
+"""The graphs of a plan's stages, what each stage changed in them, and all that a plan changes in its captured step."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
 
 @dataclass(frozen=True, repr=False)
 class PlanDiff:
-    """The changes of a plan by operator. `str` shows them by module, with like changes of several blocks on one line;
-    rich prints them in colours."""
+    """What a plan changes in its captured step, operator by operator; or the changes that only one of two plans makes.
+    `str` shows them by module, with like changes of several blocks on one line; rich prints them in colours."""
 
     title: str
     changes: tuple[Change, ...]

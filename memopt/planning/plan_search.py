@@ -181,9 +181,9 @@ class PlanSearch:
     def best(self) -> tuple[Plan, Rewriting]:
         """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
 
-        Where none fits, the plan with the first combination of levers on the optimizer in `allow` with which one fits.
-        Raises `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that would
-        help, also with levers that `allow` lacks."""
+        Where none of these fits, the plan with the first combination of allowed levers on the optimizer that makes one
+        fit. Raises `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that
+        would help, also with levers that `allow` lacks."""
         self._solve_left(min((_seconds(plan) for plan, _ in self._plans), default=math.inf))
         self._offload()
         return self._fastest() if self._plans else self._with_proposals()

@@ -265,8 +265,8 @@ def smallest(joined: Joined, account: Account) -> tuple[int, str]:
 
 
 def least_on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
-    """The account as from `on_card`; where the plan may choose between ordinary and expandable segments, with those
-    with which the step needs fewer bytes."""
+    """The account as from `on_card`. Where the plan may choose between ordinary and expandable segments, the account
+    with the kind of segments that gives the lower peak."""
     found = [on_card(joined, schedule, one) for one in account.by_segments]
     return min(found, key=lambda one: breakdown(joined.problem, schedule, one).peak_bytes)
 

@@ -133,7 +133,8 @@ class TracedStep:
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """The step's rewriting for a call of several regions: a region with nothing to rewrite is no error."""
+        """The step's rewriting, to be applied to each region of a call by itself: it raises no error for a region with
+        nothing to rewrite."""
         return replace(self.rewriting, needed="")
 
     @property
@@ -242,8 +243,8 @@ class PricedStep:
         return self.traced.price(replace(self.settings, **changes))
 
     def stepping_as(self, steps: Sequence[Sequence[int]]) -> PricedStep:
-        """The same step where only the parameters in `steps` (by region, input numbers) are stepped by the optimizer as
-        soon as their gradients are complete, and all others at the end of their region's backward."""
+        """The same step where only the parameters in `steps` (for each region, input numbers) are stepped by the
+        optimizer as soon as their gradients are complete, and all others at the end of their region's backward."""
         if self.settings.stepping is None:
             return self
         inside = {number for numbers_of_region in steps for number in numbers_of_region}

@@ -145,8 +145,8 @@ class _Regions:
 
 @dataclass
 class Refit(Generic[Made]):
-    """Alternates planning and compiling until compiled code fits: plans again with fewer bytes where the compiled code
-    exceeds the budget, with more where it leaves room and the plan recomputes. Code that fits is kept with its plan."""
+    """Alternates planning and compiling until compiled code fits: plans again for fewer bytes where the compiled code
+    exceeds the budget, for more where it leaves room and the plan recomputes. Code that fits is kept with its plan."""
 
     budget_bytes: int
     lowering_bytes: int = 0
@@ -171,10 +171,10 @@ class Refit(Generic[Made]):
     def judge(self, planned: Plan, compiled: Plan, made: Made) -> None:
         """Record a round: the step as `planned`, the same with the peak of its `compiled` code, and that code, `made`.
 
-        The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan. After more rounds over budget
-        it also leaves 1, 3, 7, … times the last excess, since a plan for a few bytes less often has the same peak once
-        it is compiled. Once too few bytes were left in one round and enough in another, the next number is between
-        them, by bisection.
+        The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan. From the second round over
+        budget on, it also leaves free 1, 3, 7, … times this round's excess, since a plan for a few bytes less often has
+        the same peak once it is compiled. Once a round left too few bytes free and another enough, the next
+        `lowering_bytes` lies between these two numbers, if need be halfway.
         """
         self._tried.add(planned.regions)
         uncompiled = planned.ceiling_bytes - planned.account.lowering

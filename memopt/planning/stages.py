@@ -280,8 +280,8 @@ def _load_solver() -> None:
 
 @dataclass(frozen=True)
 class StepOfPlan:
-    """The priced step of a plan, from which it answers questions that need graphs. That of a plan from disk is captured
-    and priced when it is first needed."""
+    """The `PlanSource` of a plan: answers questions about its step from the priced graphs. For a plan from disk, the
+    step is captured and priced when an answer first needs them."""
 
     price: Callable[[], PricedStep]
     freed: Plan | None = None

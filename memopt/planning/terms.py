@@ -99,8 +99,8 @@ class ModelTerms:
         return self.options.backend_on(self.device().type)
 
     def call_backend(self, *, whole: bool) -> str:
-        """The backend of a call, which is one region if `whole`. A call of several regions in a process group has
-        "aten", since the ranks do not agree on the bytes that compiled code holds."""
+        """The backend of a call, which is one region if `whole`. It is "aten" for a call of several
+        regions in a process group: only of a call of one region do ranks share the bytes that compiled code holds."""
         return self.backend if whole or not has_ranks() else "aten"
 
     @property
@@ -192,8 +192,8 @@ class _RunJointPasses:
 
 
 def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
-    """The rewriting with the user's passes run after all others, and their names put before those of the levers.
-    Raises `TypeError` for an object that is no `Pass`."""
+    """The rewriting that also runs the user's passes, after all others; its `levers` begin with their names. Raises
+    `TypeError` for an object that is no `Pass`."""
     on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
     if on_operators:
         rewriting = replace(rewriting, deciders=(*rewriting.deciders, _RunPasses(on_operators)))

@@ -289,7 +289,7 @@ def run_block(costs: ChainCosts, s: int, t: int, option: int) -> tuple[int, int,
 
 @native_part
 def pass_block(costs: ChainCosts, s: int, c: int, t: int, needs: int, seconds: np.float32) -> tuple[int, np.float32]:
-    """The slots needed and seconds of a run of blocks s … c-1 that saves nothing, as a part of blocks s … t.
+    """The slots and seconds that it takes to run blocks s … c-1 without saving anything, in a plan for blocks s … t.
 
     `needs` and `seconds` are those of the run of blocks s … c-2.
     """

@@ -21,7 +21,7 @@ class Links(NamedTuple):
     """A schedule's evaluations, versions and reads, each numbered from 0; `NONE` stands for a missing neighbour.
 
     A version is a storage as one evaluation makes it. Evaluation i makes the versions `version_start[i]` up to, not
-    including, `version_start[i + 1]`, and its reads are numbered alike by `read_start`.
+    including, `version_start[i + 1]`, and `read_start` numbers its reads in the same way.
     """
 
     seconds: Floats

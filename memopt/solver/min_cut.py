@@ -61,8 +61,8 @@ def kept_by_forward(problem: RematProblem) -> frozenset[int]:
 
 
 class CutNetwork:
-    """A flow network each of whose cuts is a choice of forward storages to save, so that the backward has the `needed`
-    ones: all others are recomputed. Built once, cut at many prices in seconds of a saved byte.
+    """A flow network, each cut of which says which forward storages are saved, and which are recomputed from these so
+    that the backward has all that are `needed`. Built once, and cut at many prices, in seconds, of a saved byte.
 
     `held` storages are live in any case and cost nothing to save. By default, `needed` are the forward storages that
     the backward reads, and `held` those of `kept_by_forward`."""
@@ -98,7 +98,7 @@ class CutNetwork:
         return float(self._arc_seconds[np.isfinite(self._arc_seconds)].sum())
 
     def cut(self, price: float, offload_seconds: Floats | None = None) -> Cut:
-        """The cheapest cut where a saved byte costs `price` seconds and an op to recompute its own seconds.
+        """The cheapest cut, where each saved byte costs `price` seconds and each recomputed op costs its own seconds.
 
         `offload_seconds` is the price in seconds of offloading each storage of the problem, infinite for a storage that
         cannot be offloaded. With None, no storage can.
@@ -233,7 +233,8 @@ def _gap(left: Cut, right: Cut) -> tuple[float, int, Cut, Cut]:
 class MinimumCut:
     """Proposes, for each cut of `lower_hull`, the schedule that saves its storages (`just_in_time`).
 
-    The schedules are the same at every budget; the portfolio takes those that fit and repairs the next larger ones.
+    The schedules are the same at every budget; the portfolio takes those that fit, and repairs those with the next
+    higher peaks.
     """
 
     name = "minimum cut"

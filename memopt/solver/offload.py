@@ -185,7 +185,7 @@ class OffloadPortfolio:
         self, problem: RematProblem, portfolio: Portfolio | None = None, solvers: Sequence[Solver] = ()
     ) -> None:
         assert portfolio is None or not solvers, (
-            "give solvers either here or to the portfolio, not both: those of the portfolio are used"
+            "give solvers to OffloadPortfolio or to the portfolio that it is given, not to both"
         )
         self._problem = problem
         self._portfolio = portfolio or Portfolio(problem, solvers)

@@ -37,9 +37,9 @@ _PRICES, _PRICE_BISECTIONS = 5, 6
 def offload_cuts(
     problem: RematProblem, network: CutNetwork, hull: Sequence[Cut], link: Link, capacity_seconds: float
 ) -> tuple[Cut, ...]:
-    """The cheapest cuts, with offloads, at several prices of a byte in seconds: slopes of `hull`, the lower hull of the
-    problem's `network`. The link's time has a price, too: for each cut the least, from 0 to that of compute, at which
-    its transfers take at most `capacity_seconds` in either direction."""
+    """The cheapest cuts, with offloads, at several prices, in seconds, of a saved byte: these are slopes of `hull`, the
+    lower hull of the problem's `network`. The link's time has a price, too: for each cut the least, from 0 to that of
+    compute, at which its transfers take at most `capacity_seconds` in either direction."""
     slopes = [
         (left.recompute_seconds - right.recompute_seconds) / (right.saved_bytes - left.saved_bytes)
         for left, right in itertools.pairwise(hull)

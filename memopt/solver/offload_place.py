@@ -136,10 +136,11 @@ class Placer:
         self._gaps = _gaps_of(arrays, evaluations)
 
     def place(self, cap_bytes: int, transfer_seconds: Floats, host_bytes: int | None = None) -> Ints | None:
-        """Offloads with which at most `cap_bytes` are live; None if it finds none that compute need not wait for.
+        """Offloads with which at most `cap_bytes` are live, for which compute need not wait; None if it finds none.
 
         `transfer_seconds` are the planned seconds of each storage's transfer in one direction: smaller ones allow more
-        offloads. The rows of the result are the fields of `Offload`, in the order of the copies out.
+        offloads. `host_bytes` is the host's limit; None: no limit. Each row of the result has the fields of one
+        `Offload`; rows are in the order of the copies out.
         """
         gaps, count = self._gaps, self._gaps.storage.size
         size = self._arrays.size[gaps.storage]

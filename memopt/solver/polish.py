@@ -1,7 +1,7 @@
-"""Two ways to change a schedule: polish it, which removes recomputations whose values can be held in the memory that it
-leaves free; and ruin it in one place, where it frees a few held values and recomputes them before their next reads.
+"""Two ways to change a schedule. `polish` removes recomputations whose values can be held instead, in memory that the
+schedule leaves free. `ruin` has the schedule free a few held values at one place and recompute them before their reads.
 
-A polish after that uses the freed memory, perhaps for other values that are worth more: "ruin and recreate" (Schrimpf
+A polish after a ruin uses the freed memory, perhaps for other values that are worth more: "ruin and recreate" (Schrimpf
 et al., 2000) at one place of the schedule, while a repair under a smaller cap changes all of it.
 """
 

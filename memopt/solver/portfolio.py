@@ -258,7 +258,7 @@ class Portfolio:
         """The plan as a solution, simulated; the simulator must confirm that it fits."""
         schedule = to_schedule(plan.evaluations)
         simulation = simulate(self._problem, schedule)
-        assert simulation.peak_bytes == plan.peak_bytes <= budget_bytes, "the simulated peak differs or is too high"
+        assert simulation.peak_bytes == plan.peak_bytes <= budget_bytes, "by simulation the peak is another or too high"
         return Solution(schedule, simulation.peak_bytes, simulation.added_seconds, bound, plan.method)
 
 
@@ -276,9 +276,10 @@ def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
 
 @cache
 def warm_up() -> None:
-    """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if the extension is used.
+    """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if they were compiled when
+    memopt was installed (the extension of `native`).
 
-    Warns if neither the extension nor numba is installed, so that the kernels run as plain Python.
+    Warns if neither that extension nor numba is installed, so that the kernels run as plain Python.
 
     With numba this takes about 12 seconds the first time on a machine; later processes read the machine code from disk.
     """

@@ -80,7 +80,7 @@ class Solver(Protocol):
     """Proposes schedules of a problem; the simulator measures them and `Portfolio` takes the fastest that fits.
 
     A solver may propose schedules that do not fit the budget: they are starting points for repair. It should be
-    deterministic, because the same job must get the same plan in every process.
+    deterministic, because the same training call must get the same plan in every process.
     """
 
     @property

@@ -37,14 +37,15 @@ from memopt.solver.replay import (
 
 @native_part
 def heapify(items: Ints, scores: Floats, count: int) -> None:
-    """Turn the first `count` entries into a heap, in place, with the smallest score at index 0."""
+    """Reorder the first `count` entries of both arrays alike into a heap, the smallest score at index 0."""
     for at in range(count // 2 - 1, -1, -1):
         sift_down(items, scores, at, count)
 
 
 @native_part
 def sift_down(items: Ints, scores: Floats, at: int, count: int) -> None:
-    """Move the entry at index `at` down to its place in a heap of `count` entries that is otherwise in order."""
+    """Move the item and the score at index `at` down to their place in a heap of `count` entries that is otherwise in
+    order."""
     item, score = items[at], scores[at]
     while True:
         child = 2 * at + 1
@@ -61,8 +62,8 @@ def sift_down(items: Ints, scores: Floats, at: int, count: int) -> None:
 
 @native_part
 def look_ahead(arrays: Arrays, replay: RepairState, depth: int) -> None:
-    """For the storages in memory, set `need`, the position of the next read; and pin, so that none is evicted, those
-    that the first `depth` ops of `replay.stack` read and that the last of these ops makes."""
+    """For the storages in memory, set `need`, the position of the next read. Also protect from eviction (`pinned`) the
+    storages that the first `depth` ops of `replay.stack` read, and those that the last of these ops makes."""
     scalars, need = replay.scalars, replay.need
     scalars[LOOK] += 1
     for at in range(scalars[PRESENT]):
@@ -129,8 +130,8 @@ def _need_op(replay: RepairState, op: int, soonest: int) -> int:
 
 @native_part
 def need_again(arrays: Arrays, replay: RepairState, storage: int) -> None:
-    """After the eviction of `storage`: mark that the inputs of its recomputation, and the inputs of those that are
-    missing too, are needed no later than the storage itself."""
+    """After the eviction of `storage`: mark that all inputs from which it will be recomputed are needed no later than
+    the storage itself. Where an input is not in memory, the same holds for the inputs of its own recomputation."""
     pending = replay.pending
     pending[0] = _need_op(replay, arrays.producer[storage], replay.need[storage])
     count = 1
@@ -178,8 +179,8 @@ def repair(
     distance_exponent: float = 1.0,
     noise: Floats | None = None,
 ) -> tuple[Ints | None, int]:
-    """A schedule with a peak of at most `cap_bytes`, close to the `seed` schedule, or None if the replay did not reach
-    the end; and the evaluations that the replay made, also those that nothing reads: the work that it took.
+    """A schedule with a peak of at most `cap_bytes`, close to the `seed` schedule, or None if none was found; and
+    the number of evaluations that the replay made, a measure of its work (also those that the schedule leaves out).
 
     `bytes_exponent` and `distance_exponent` are p and a of the module's rule; `noise` multiplies each storage's score
     (for a local search). The replay gives up after several times as many evaluations as there are ops, so it always

@@ -18,12 +18,13 @@ USED, EVALUATED, NOW, PRESENT, AWAY, STAMP, LOOK = range(7)
 class RepairState(NamedTuple):
     """The state of a replay; positions count the evaluations of the seed schedule from 0.
 
-    `present` and `away` are lists whose lengths are in `scalars`. A look is one call of `look_ahead`, numbered from 1.
+    Only the first entries of `present` and `away` are in use: `scalars` has their numbers. Calls of `look_ahead` are
+    numbered from 1.
     """
 
     scalars: Ints
-    """At the indices USED … LOOK: bytes in use, evaluations made, position in the seed, lengths of `present` and
-    `away`, and the numbers of the last traversal of the graph and of the last look."""
+    """At the indices USED … LOOK: bytes in use, evaluations made, position in the seed, numbers of entries in
+    `present` and `away`, and the numbers of the last traversal of the graph and of the last call of `look_ahead`."""
     evaluations: Ints
     """The ops evaluated so far, in order."""
     event_start: Ints
@@ -44,9 +45,10 @@ class RepairState(NamedTuple):
     made: Flags
     """Per op: whether it was evaluated."""
     need: Ints
-    """Per storage in memory: position of its next read, by the seed or by a recomputation, at the last look."""
+    """Per storage in memory: position of its next read, by the seed or by a recomputation, at the last `look_ahead`."""
     pinned: Ints
-    """Per storage: the last look at which an op on the stack used it; such storages must not be evicted."""
+    """Per storage: the last call of `look_ahead` that found it used by an op on `stack`; if that is the last call of
+    all, the storage must not be evicted."""
     cost: Floats
     """Per storage: seconds to recompute it if it were evicted, its missing inputs included."""
     stale: Flags
@@ -54,7 +56,7 @@ class RepairState(NamedTuple):
     visited: Ints
     """Per op: the number of the last traversal that came to it."""
     op_need: Ints
-    """Per op that must be recomputed: the position before which it must be, at the look `op_look`."""
+    """Per op that must be recomputed: the position before which it must be, as call `op_look` of `look_ahead` found."""
     op_look: Ints
     pending: Ints
     """Scratch space for traversals."""

@@ -101,8 +101,8 @@ class Search:
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
         """The seed made to fit the cap by a replay that evicts values when memory is full, and recomputes them when
-        read: first the one of least seconds / (bytes^p · evaluations to its next read^a), where `rule` is (p, a). None
-        if that does not fit or the search is done."""
+        read. It evicts first the value of least seconds / (bytes^p · evaluations to its next read^a), where `rule` is
+        (p, a). None if the result does not fit, or the search is done."""
         if self.done or self._is_long(seed):
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)
@@ -115,8 +115,8 @@ class Search:
         """Local search: in each round, recompute a few more values of the best plan (`ruin`), or repair a plan with
         noise, then polish the result.
 
-        The repaired plan is mostly the best one, else `save_all` or one of `seeds`, under a somewhat smaller cap. Ends
-        when the repairs have made about `evaluations` evaluations together, or after some hundreds of rounds.
+        A repair starts mostly from the best plan, else from `save_all` or one of `seeds`, under a slightly smaller cap.
+        Ends when the repairs have made about `evaluations` evaluations together, or after some hundreds of rounds.
         """
         draw = self._random
         limit = self.spent + evaluations

@@ -159,7 +159,7 @@ def lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tup
 
 
 def by_position(pairs: Iterable[tuple[int, Offload]]) -> dict[int, list[Offload]]:
-    """The offloads grouped by the position that each is paired with, in the order given."""
+    """The offloads of `pairs` (position, offload) in lists by position, each list in the order of `pairs`."""
     grouped: dict[int, list[Offload]] = {}
     for position, offload in pairs:
         grouped.setdefault(position, []).append(offload)
