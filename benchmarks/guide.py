@@ -200,8 +200,8 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         "torchtune's figures are those of its README of September 2024, of 2 sequences of 2,048 tokens; those"
         " of this guide have one sequence, with the CUDA context. Unsloth's are its table of requirements for"
         " LoRA in 16 bits, called an absolute minimum, without a length. Read as GB of 10⁹ bytes, they are 7%"
-        " smaller than here, and all but that of 8B lie within 10%. The smallest plans recompute all that "
-        "they can; what Unsloth holds beyond is not published.",
+        " smaller than here, and all but those of 8B (-18%) and 70B (-10.2%) lie within 10%. The smallest "
+        "plans recompute all that they can; what Unsloth holds beyond is not published.",
         "QLoRA has no column: `memopt plan` builds no 4-bit base. A LoRA whose 16-bit base lies on the host "
         "takes less of the card than a 4-bit base on it (Unsloth: 6 GB for 8B), and more time. Of mixtures of"
         " experts, axolotl#3787 has 6.00 GB with 4-bit experts on the card and 2.60 GB with experts streamed "

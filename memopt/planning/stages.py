@@ -7,6 +7,7 @@ Calls in one region, in several, and with a plan from disk go through these stag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -184,15 +185,15 @@ class Priced:
             if not request.is_hopeless(hosting.step.problem):
                 seconds = added_seconds_offloading(hosting.step.problem, request)
                 timed += [] if seconds is None else [(seconds, number)]
-        if as_is is None and not timed:
-            timed = [(0.0, len(found) - 1)] if found else []  # its refusal names the smallest budget
+        if as_is is None and found and len(found) - 1 not in {number for _, number in timed}:
+            timed.append((math.inf, len(found) - 1))  # its refusal names the smallest budget
         for seconds, number in sorted(timed):
             if as_is is not None and as_is.added_seconds <= seconds:
                 break
             plan, error = found[number]._tried(budget_bytes, effort)
             if plan is not None:
                 return plan if as_is is None else min(as_is, plan, key=lambda one: one.added_seconds)
-            refused = error or refused
+            refused = min(filter(None, (error, refused)), key=lambda one: one.smallest_bytes)
         if as_is is None:
             assert refused is not None
             raise refused.adding(*lacking(self.step))
