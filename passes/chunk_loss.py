@@ -35,6 +35,8 @@ class FoundLoss:
     """Why it is left alone; empty if it can be rewritten."""
     logits_bytes: int | None = None
     """Bytes of its logits in fp32; None where it is left alone, or where a size is symbolic."""
+    weight: str = ""
+    """The name of the weight of its layer, for the mean or sum of a cross entropy that can be rewritten."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or 'computed in chunks'}"
@@ -44,11 +46,12 @@ def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
     """Returns the losses of an operator graph in its order, each with the reason if `ChunkLoss` cannot rewrite it."""
     found = {}
     for loss, match, reason in _matches(_rolled(graph_module).graph):
+        weight = ""
         if isinstance(match, LossMatch):
-            logits = match.path.nodes[-1].node
+            logits, weight = match.path.nodes[-1].node, match.linear.weight.name
         elif match is not None:
             logits = next(iter(match[0].layers))
-        found[loss] = FoundLoss(loss.name, reason, None if match is None else bytes_in_fp32(logits))
+        found[loss] = FoundLoss(loss.name, reason, None if match is None else bytes_in_fp32(logits), weight)
     return tuple(found[loss] for loss in sorted(found))
 
 

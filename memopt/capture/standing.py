@@ -207,12 +207,17 @@ class _Proof:
 
     def _moved(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether `other` takes the place of `one` in the next block; for nodes of other code, whether both are one
-        node."""
+        node. In the forward of the first block places are counted from its end: where nothing before it is trained, its
+        first operators save fewer values than those of the next block."""
         for known in (self.of.place, self.of.role):
             if one in known or other in known:
                 if one not in known or other not in known:
                     return False
-                return _block_later(known[one], known[other])
+                before, after = known[one], known[other]
+                if isinstance(before, BlockPlace) and before.block == 0 and not before.backward:
+                    first, second = (len(self.of.half(before.run, False, block)) for block in (0, 1))
+                    before = before._replace(number=before.number + second - first)
+                return _block_later(before, after)
         return one is other
 
     def _others(self) -> bool:

@@ -76,7 +76,8 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
 
 def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
     """A function that makes the model of `build` frozen and in `dtype`, with LoRA adapters of rank `rank` in fp32 on
-    its linear layers.
+    its linear layers. Experts that are stacked in one parameter stay as they are: a forward with adapters on these is
+    no single graph.
 
     Raises `UsageError` without peft."""
     try:
@@ -85,10 +86,18 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
         raise UsageError("--lora needs peft: pip install peft") from error
 
     def adapted() -> tuple[nn.Module, Any]:
+        model: Any
         model, inputs = build()
-        config = LoraConfig(r=rank, target_modules="all-linear")
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        left_out = [name for name, module in model.named_modules() if module is head and name]
+        config = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=left_out or None)
         with _as_usage_error("--lora: peft raised %s"):
-            inject_adapter_in_model(config, model.to(dtype), low_cpu_mem_usage=True)
+            # within a module that has no `config`, by which PEFT would find stacked experts
+            inject_adapter_in_model(config, nn.Sequential(model.to(dtype)), low_cpu_mem_usage=True)
+        if getattr(getattr(model, "config", None), "use_cache", False):
+            model.config.use_cache = (
+                False  # as a Trainer has it; else the step returns the keys and values of all layers
+            )
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

@@ -27,7 +27,7 @@ class _ChunkLosses:
         found = find_losses(graph.module)
         chunked = [loss for loss in found if not loss.reason]
         left = tuple(f"{LABEL}: {loss.name} is left alone, since {loss.reason}" for loss in found if loss.reason)
-        if not chunked:
+        if not chunked or (self.weight_in_backward and not any(_trains_weight(loss, graph) for loss in chunked)):
             return Decision(Pipeline((), label=LABEL), notes=left)
         names = frozenset(loss.name for loss in chunked)
         passes = ChunkLoss(names, weight_in_backward=self.weight_in_backward), EliminateDeadCode()
@@ -38,6 +38,13 @@ class _ChunkLosses:
         logits = "logits" if loss.logits_bytes is None else f"{size(loss.logits_bytes)} of logits"
         later = ", the gradient of the layer's weight only in the backward" if self.weight_in_backward else ""
         return f"{LABEL}: {loss.name} is computed without holding its {logits} whole{later}; equal but for rounding"
+
+
+def _trains_weight(loss: FoundLoss, graph: OperatorGraph) -> bool:
+    """Whether a loss gives a gradient to the weight of its layer."""
+    inputs = graph.module.graph.find_nodes(op="placeholder")
+    frozen = {node.name for number, node in enumerate(inputs) if number not in graph.parameter_inputs}
+    return loss.weight not in {"", *frozen}
 
 
 CHUNKED_LOSS = Lever(

@@ -24,6 +24,17 @@ def lacking(step: PricedStep) -> tuple[str, ...]:
     )
 
 
+def stacked(step: PricedStep) -> tuple[str, ...]:
+    """A note for the plan where parameters on the host are stacks of matrices, as of experts; else none."""
+    (region, *_) = step.traced.regions
+    inputs = enumerate(region.module.graph.find_nodes(op="placeholder"))
+    count = sum(number in step.settings.hosted and node.meta["val"].dim() > 2 for number, node in inputs)
+    return (
+        f"{count} of the parameters on the host are stacks of matrices, as of experts: each is copied to the device as "
+        "a whole, also if a batch reaches few of the experts",
+    ) * (count > 0)
+
+
 def choices(step: PricedStep) -> list[tuple[int, ...]]:
     """Sets of inputs (frozen parameters) to put on the host, as input numbers, from few to all that the host has room
     for. Each set is spread evenly over the step, so that compute hides as many of the copies as possible."""

@@ -135,8 +135,9 @@ class PlanSearch:
 
     def skip(self, levers: Rewriting, notes: tuple[str, ...]) -> None:
         """Record that the last lever of the set `levers` finds nothing to rewrite in this call; `notes` say why."""
-        self._idle.add(levers.levers[-1])
-        self._notes |= dict.fromkeys(notes)
+        if levers.levers not in self._completed:  # else an earlier set with the same levers found something
+            self._idle.add(levers.levers[-1])
+            self._notes |= dict.fromkeys(notes)
 
     def consider(self, priced: Priced) -> Plan | None:
         """The plan of a step, without offloads, if it adds so little time (`NEGLIGIBLE`) that the search ends; None if

@@ -76,6 +76,17 @@ def least_added_seconds(joined: Joined, request: Request) -> float:
     return joined.portfolio.least_added_seconds(bare.graph_bytes)
 
 
+def added_seconds_offloading(joined: Joined, request: Request) -> float | None:
+    """The time that a step with offloads adds, by a quick search that leaves torch's allocator out; None where no
+    schedule fits the budget."""
+    room, link = replace(request, account=without_allocator(request.account)).graph_bytes, joined.link
+    assert link is not None
+    with suppress(Infeasible):
+        _, found = solve_stepping(joined, lambda problem: problem.offloads.solve(room, link, "fast"), room)
+        return found.added_seconds
+    return None
+
+
 def solve(joined: Joined, request: Request) -> Solution:
     """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than the share
     `NEGLIGIBLE` of the step, and values may be offloaded.

@@ -7,6 +7,7 @@ Calls in one region, in several, and with a plan from disk go through these stag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,18 +27,24 @@ from memopt.planning.cards import OnCard, on_cards
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.figures import plan_by, recounted, sweep, with_rows_of
 from memopt.planning.frontier import Frontier, Recipe
-from memopt.planning.hosting import choices, lacking
+from memopt.planning.hosting import choices, lacking, stacked
 from memopt.planning.joined import Joined
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan
-from memopt.planning.planner import NEGLIGIBLE, Request, least_added_seconds, recipes, smallest, solve_on_card
+from memopt.planning.planner import (
+    NEGLIGIBLE,
+    Request,
+    added_seconds_offloading,
+    least_added_seconds,
+    recipes,
+    smallest,
+    solve_on_card,
+)
 from memopt.planning.priced_step import PricedStep, TracedStep
 from memopt.planning.schedule_parts import split
 from memopt.planning.terms import Situation
 from memopt.progress import say, stage
 from memopt.solver import Solution, warm_up
-
-_QUICK = Effort("fast")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,21 +178,26 @@ class Priced:
             return as_is
         if refused is not None and not offload:
             raise self._refused_without(refused)
-        fastest, chosen = as_is, None
-        found = choices(self.step)
-        for numbers in found:
-            hosting = self.hosting(numbers)
-            hopeless = Request(hosting.account, budget_bytes).is_hopeless(hosting.step.problem)
-            if hopeless and numbers is not found[-1]:
-                continue  # to refuse it takes the search for its smallest budget: only the last refusal is used
-            plan, error = hosting._tried(budget_bytes, _QUICK)
-            refused = error or refused
-            if plan is not None and (fastest is None or plan.added_seconds < fastest.added_seconds):
-                fastest, chosen = plan, hosting
-        if fastest is None:
+        found = [self.hosting(numbers) for numbers in choices(self.step)]
+        timed: list[tuple[float, int]] = []
+        for number, hosting in enumerate(found):
+            request = Request(hosting.account, budget_bytes)
+            if not request.is_hopeless(hosting.step.problem):
+                seconds = added_seconds_offloading(hosting.step.problem, request)
+                timed += [] if seconds is None else [(seconds, number)]
+        if as_is is None and found and len(found) - 1 not in {number for _, number in timed}:
+            timed.append((math.inf, len(found) - 1))  # its refusal names the smallest budget
+        for seconds, number in sorted(timed):
+            if as_is is not None and as_is.added_seconds <= seconds:
+                break
+            plan, error = found[number]._tried(budget_bytes, effort)
+            if plan is not None:
+                return plan if as_is is None else min(as_is, plan, key=lambda one: one.added_seconds)
+            refused = min(filter(None, (error, refused)), key=lambda one: one.smallest_bytes)
+        if as_is is None:
             assert refused is not None
             raise refused.adding(*lacking(self.step))
-        return fastest if chosen is None else chosen._solve_as_is(budget_bytes, effort)
+        return as_is
 
     def _refused_without(self, refused: BudgetError) -> BudgetError:
         """The refusal of a step that offloads nothing, where frozen parameters may lie on the host. If the step needs
@@ -261,7 +273,8 @@ class Priced:
         regions = split(joined, self.step.traced, solution.schedule)
         step = self.step.stepping_as([region.steps for region in regions])
         source = StepOfPlan(lambda: step)
-        return plan_by(solution, joined, step, regions, account, budget_bytes, effort, source)
+        plan = plan_by(solution, joined, step, regions, account, budget_bytes, effort, source)
+        return replace(plan, notes=plan.notes + stacked(step)) if step.settings.hosted else plan
 
     def smallest(self) -> tuple[int, str]:
         """The smallest budget in bytes that works, and a text on what dominates its peak."""

@@ -13,6 +13,7 @@ from memopt.device.time_model import MEASURED_TIMES
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
 from memopt.planning.plan import Plan, ReceiptRow
+from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.schedule_parts import ModuleRow
 from memopt.terminal import Column, Console, RenderableType, Table
 from memopt.units import duration, size
@@ -131,21 +132,26 @@ def before_all(plan: Plan) -> tuple[str, int]:
 def _offload_line(plan: Plan) -> str:
     """A sentence about offloading: the bytes that are copied, the most on the host at once, and the time that compute
     waits for copies. Bytes on the host are not part of the budget."""
-    waits = f"waits {duration(plan.stall_seconds)} for" if plan.stall_seconds else "does not wait for"
     return (
         f"offloaded: {size(plan.moved_bytes)} per step are copied to the host and back, at most "
-        f"{size(plan.host_bytes)} at a time; compute {waits} the copies"
+        f"{size(plan.host_bytes)} at a time; {_bound(plan)}"
     )
 
 
 def _hosted_line(plan: Plan) -> str:
     """A sentence about the frozen parameters that stay on the host, and the bytes of them that a step copies to the
     device."""
-    waits = f"; compute waits {duration(plan.stall_seconds)} for these copies" if plan.stall_seconds else ""
     return (
         f"on the host: {size(plan.hosted_bytes)} of frozen parameters, of which a step copies "
-        f"{size(plan.brought_bytes)} to the device{'' if plan.moved_bytes else waits}"
+        f"{size(plan.brought_bytes)} to the device{'' if plan.moved_bytes else f'; {_bound(plan)}'}"
     )
+
+
+def _bound(plan: Plan) -> str:
+    """Whether compute or the link to the host bounds the time of a step, in words."""
+    if plan.stall_seconds <= NEGLIGIBLE * plan.step_seconds:
+        return "compute hides the copies and bounds the step"
+    return f"compute waits {duration(plan.stall_seconds)} for the copies: the link to the host bounds the step"
 
 
 def _kept_line(plan: Plan) -> str:

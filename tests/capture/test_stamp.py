@@ -163,6 +163,21 @@ def frozen() -> Made:
     return model, (torch.randn(4, 16),)
 
 
+def adapted() -> Made:
+    """Nothing before the first block is trained, so that this saves fewer values than the others."""
+    model = Blocks(*(Block(rank=2) for _ in range(8))).requires_grad_(False)
+    for block in model.blocks:
+        block.low.requires_grad_(True)
+    return model, (torch.randn(4, 16),)
+
+
+def llama_adapted() -> Made:
+    made, inputs = llama()
+    adapters = pytest.importorskip("peft").LoraConfig(r=2, target_modules="all-linear")
+    made.model = pytest.importorskip("peft").get_peft_model(made.model, adapters)
+    return made, inputs
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "gpt2": gpt2,
     "opt": opt,
@@ -180,9 +195,11 @@ MODELS: dict[str, Callable[[], Made]] = {
     "checkpoints": lambda: blocks(*[0] * 8, checkpoint=True, shared=True),
     "tied": tied,
     "frozen": frozen,
+    "adapted": adapted,
+    "llama adapted": llama_adapted,
 }
 
-QUICK = {"dropout", "tied", "shared"}
+QUICK = {"dropout", "tied", "shared", "adapted"}
 WHOLE = {("checkpoints", "dynamo")}
 """Those that are traced whole: what is in a checkpoint at Dynamo's level tells no operator."""
 

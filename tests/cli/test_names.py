@@ -154,6 +154,16 @@ def test_lora_freezes_the_model_and_adapts_its_linear_layers() -> None:
         assert {one.device.type for one in model.parameters()} == {"meta"}
 
 
+def test_lora_leaves_stacked_experts_and_the_head_alone() -> None:
+    sizes = (*TINY_LLAMA, "num_key_value_heads=2", "num_experts=4", "num_experts_per_tok=2", "moe_intermediate_size=8")
+    model, _ = on_meta(with_lora(model_factory("qwen3_moe", sizes), 4, torch.bfloat16))
+    adapted = {
+        name.rpartition(".lora_")[0].rpartition(".")[2] for name, one in model.named_parameters() if one.requires_grad
+    }
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not model.config.use_cache
+
+
 def test_host_memory_lets_frozen_parameters_leave_the_card() -> None:
     options = Job("llama", host_gb="64").options()
     assert (options["host_gb"], options["backend"]) == (64, "auto")

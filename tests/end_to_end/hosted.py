@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import memopt
 from memopt.errors import GIB
@@ -65,6 +72,54 @@ def llama() -> nn.Module:
     adapters = peft.LoraConfig(r=4, target_modules=projections, lora_dropout=0.1, task_type="CAUSAL_LM")
     model: nn.Module = peft.get_peft_model(LlamaForCausalLM(config), adapters).train()
     return model
+
+
+def qwen3_moe() -> nn.Module:
+    """A mixture of experts whose weights are stacked, with the adapters of PEFT on its attention."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2, max_position_embeddings=32, use_cache=False)
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model: nn.Module = peft.get_peft_model(Qwen3MoeForCausalLM(config), adapters).train()
+    return model
+
+
+class Packed(nn.Module):
+    """A frozen linear layer of 4-bit values, two in a byte, with a scale for each row, as quantised bases have it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        values = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("scale", torch.rand(outputs, 1) / 64)
+        self.register_buffer("levels", torch.linspace(-1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = torch.stack([self.weight & 15, self.weight >> 4], -1).flatten(1)
+        return nn.functional.linear(x, self.levels[values.long()] * self.scale)
+
+
+class Quantised(nn.Module):
+    """Adapters on a base of 4-bit weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 128).requires_grad_(False)
+        self.layers = nn.ModuleList(Adapter(Packed(128, 128), 128, 128) for _ in range(6))
+        self.head = nn.Linear(128, 256).requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def quantised() -> nn.Module:
+    torch.manual_seed(0)
+    return Quantised().train()
 
 
 class Mixture(nn.Module):
@@ -212,3 +267,4 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 GPT2, LLAMA, EXPERTS = Frozen(gpt2), Frozen(llama), Frozen(experts)
+QWEN3_MOE, QUANTISED = Frozen(qwen3_moe), Frozen(quantised)

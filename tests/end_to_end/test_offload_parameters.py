@@ -19,6 +19,8 @@ from tests.end_to_end.hosted import (
     GPT2,
     LEVERS,
     LLAMA,
+    QUANTISED,
+    QWEN3_MOE,
     STEPS,
     Frozen,
     assert_same,
@@ -33,11 +35,13 @@ from tests.marks import slow
 
 __all__ = ["linked"]
 pytestmark = [pytest.mark.plans_always, pytest.mark.usefixtures("linked")]  # the plain steps would fit
-FAMILIES = [GPT2, LLAMA, EXPERTS]
+FAMILIES = [GPT2, LLAMA, EXPERTS, QWEN3_MOE]
 
 
 @pytest.mark.parametrize("share", [0.1, *map(slow, (0.0, 0.25, 0.5, 1.0))])
-@pytest.mark.parametrize("family", [slow(GPT2), slow(LLAMA), EXPERTS], ids=lambda family: family.make.__name__)
+@pytest.mark.parametrize(
+    "family", [slow(GPT2), slow(LLAMA), EXPERTS, slow(QWEN3_MOE)], ids=lambda family: family.make.__name__
+)
 def test_twenty_steps_have_the_plain_bits(family: Frozen, share: float) -> None:
     plain, budget_gb = family.plain, family.between(share)
     model = family.optimized(share)
@@ -111,6 +115,26 @@ def test_the_changes_of_a_plan_name_what_is_copied_to_the_device() -> None:
     brought = {change.op for change in plan.diff().changes if change.kind == "offloaded"}
     names = [node.name for node in plan.captured.regions[0].module.graph.nodes]  # type: ignore[union-attr]
     assert brought & {names[number] for number in hosted}
+    assert "bounds the step" in str(plan)
+    assert not any("experts" in note for note in plan.notes)
+
+
+@pytest.mark.slow
+def test_weights_of_four_bits_are_copied_packed() -> None:
+    model = QUANTISED.optimized(0.1)
+    ours, plan = trained(QUANTISED, model), memopt.plan_of(model)
+    assert_same(ours, QUANTISED.plain)
+    assert max(ours.peaks) <= plan.predicted_peak_bytes
+    assert plan.hosted_bytes > 0.9 * frozen_bytes(model)
+    memopt.remove(model)
+
+
+@pytest.mark.slow
+def test_stacked_experts_are_copied_whole_and_the_plan_says_so() -> None:
+    plan = memopt.plan(QWEN3_MOE.make(), QWEN3_MOE.between(0.1), QWEN3_MOE.batch(), **options())
+    experts = 8 * 3 * 64 * 64 * 4
+    assert plan.brought_bytes > experts
+    assert any("stacks of matrices, as of experts" in note for note in plan.notes)
 
 
 def test_a_budget_below_the_smallest_is_refused() -> None:
