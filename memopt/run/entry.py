@@ -60,6 +60,9 @@ class Waiting(ABC):
     """Its number among all forwards, in the order in which they began."""
     overlaps: set[Overlap] = field(default_factory=set)
     """The forwards of other models that have run since it began."""
+    runs_plain_from: Callable[..., int | None] = lambda elsewhere, most, graph=FREED: None
+    """Returns the smallest budget with which the call runs plain, with this many bytes elsewhere, if its backwards keep
+    its graph as `graph` says; None where that is above `most` or not known."""
 
     @abstractmethod
     def free_saved(self) -> int:

@@ -75,9 +75,6 @@ class PendingForward(WaitingPlanned):
     """Called when the first backward begins."""
     copies: tuple[WeakStorage, ...] = ()
     """The storages of copies of its inputs, which no plan counts."""
-    runs_plain_from: Callable[..., int | None] = lambda elsewhere, most, graph=FREED: None
-    """Returns the smallest budget with which the call runs plain, with this many bytes elsewhere, if its backwards keep
-    its graph as `graph` says; None where that is above `most` or not known."""
     free_others: Callable[[], int] = lambda: 0
     """Makes waiting forwards of other models free what they saved, and compute it again in their backward; returns the
     bytes freed."""

@@ -205,13 +205,16 @@ class PlainCalls(PlainCounter):
         return fitting
 
     def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
-        """The `BudgetError` of a call that cannot be captured, naming a budget in which it runs plain; `refused` itself
-        where no such budget is known."""
+        """The `BudgetError` of a call that cannot be captured, or whose plans need more than its plain step, naming a
+        budget in which it runs plain; `refused` itself where no such budget is known."""
         budget, least = self.planner.terms.options.budget_bytes, None
-        if isinstance(refused, CaptureError) and self._nothing_else_wanted():
-            least = self.needed_bytes(now, WORTH_NAMING * budget)
+        most = refused.smallest_bytes if isinstance(refused, BudgetError) else WORTH_NAMING * budget
+        if self._nothing_else_wanted():
+            least = self.needed_bytes(now, most)
         if least is None:
             return refused
+        if isinstance(refused, BudgetError):
+            return BudgetError(budget, least, "the plain step", least=False, further=refused.notes, ways=refused.ways)
         least += self.entry.notable_bytes  # another batch of sparse tensors may hold a few numbers more
         return BudgetError(budget, least, "the plain step", least=False, further=(str(refused),))
 
@@ -300,6 +303,7 @@ class PlainCalls(PlainCounter):
                 account=fitting.account,
                 peak_bytes=step.peak_bytes,
                 outputs=tuple(weak_storages(outputs)),
+                runs_plain_from=partial(self.runs_from, on_meta(call), now.situation),
             )
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)

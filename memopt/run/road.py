@@ -51,7 +51,7 @@ from memopt.planning.terms import Situation
 from memopt.run import kept_plans
 from memopt.run.executable import Executable
 from memopt.run.kept_plans import as_compiled_least, check_compiled_least, smallest_plan
-from memopt.run.until_backward import staying
+from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, staying
 from memopt.solver import SolverError
 from memopt.units import size
 from passes import PassError
@@ -306,7 +306,8 @@ class Road:
         first = next(recorded.candidates())
         if first.account.caching:  # on a card, the named budget itself was replayed
             return refusal
-        _, guessed = recorded.trace(first.levers).callers_code
+        traced = recorded.trace(first.levers)
+        seen, guessed = traced.callers_code
         returned = recorded.captured.returned_bytes
         held = situation.gradients_held or planner.accounts.beside.gradients_may_stay
         appear = [
@@ -321,8 +322,10 @@ class Road:
             candidates = replace(recorded, situation=later).candidates()
             return min(with_kept_outputs(priced, returned) for priced in candidates)
 
-        # More bytes left free need not raise the smallest peak found.
-        roomy = min(max(map(least, {0, guessed})), nothing_recomputed(first, returned))
+        roomy = nothing_recomputed(first, returned)
+        if seen <= LARGE_LOSS_OUTSIDE * traced.step.tangent_bytes:  # else the first step has no room for it
+            # More bytes left free need not raise the smallest peak found.
+            roomy = min(max(map(least, {0, guessed})), roomy)
         spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2 + of_inputs
         words = (
             "of the named budget are for gradients held when a forward begins, a loss outside of the model, and "
