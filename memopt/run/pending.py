@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memopt.account.account import distinct_bytes
-from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
     FREED,
@@ -38,7 +37,7 @@ from memopt.compat.saved_tensors import changed_since_saved, free_saved_tensors,
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
-from memopt.planning.derived import lasting_bytes, returned_bytes, tangent_bytes
+from memopt.planning.derived import lasting_bytes, retained_peak, returned_bytes, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.entry import Entry, WaitingPlanned
@@ -278,8 +277,9 @@ class PendingForward(WaitingPlanned):
         if works > lacking:
             most = works + works // _MARGIN_OF_COUNTS
             works = max(lacking, self.runs_plain_from(elsewhere_bytes, most) or works)
+        largest = "; the largest: ".join(("elsewhere", *self.entry.found.largest[:1]))
         reason = (
-            f"{size(elsewhere_bytes)} of tensors outside of this step (elsewhere), of which "
+            f"{size(elsewhere_bytes)} of tensors outside of this step ({largest}), of which "
             f"{size(self.entry.later_bytes)} appeared between the forward and its backward"
         )
         further = (
@@ -290,8 +290,9 @@ class PendingForward(WaitingPlanned):
         self._refuse(ledger.for_whole_step(self.entry, BudgetError(*given, least=False, further=(further,))))
 
     def _refuse(self, refused: BudgetError) -> None:
-        """Raise `refused`, or warn of it where the step goes on (`Ledger.goes_on`)."""
-        if Ledger.of(self.entry).goes_on(self.entry):
+        """Raise `refused`, or warn of it in a model that has stepped: the next forward is planned with what is there now,
+        or refused where no plan has room for it."""
+        if self.entry.stepped:
             self.entry.warn_beyond(refused)
             return
         try:
@@ -492,21 +493,3 @@ def beside_gradients(entry: Entry) -> int:
     those in `.grad` of them, which may still be there in the next step; 0 for a backward that accumulates."""
     trained = [one for one in entry.model.parameters() if one.requires_grad]
     return distinct_bytes(trained) if trained and fate_of_gradient(trained[0]) is Fate.RETURNED else 0
-
-
-def retained_peak(plan: Plan, schedule: Schedule) -> int:
-    """The step's peak in bytes if nothing saved for the backward is freed before its end (`retain_graph=True`).
-
-    A value that is still on the device when the backward begins, and that the schedule offloads only then, stays there
-    too: it counts a second time beside its copy that is fetched back."""
-    assert plan.joined is not None
-    problem = plan.joined.problem
-    boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1
-    saved = {storage for storage, made in live_versions(problem, schedule, boundary) if made < boundary}
-    storages = tuple(
-        replace(storage, kept=storage.kept or number in saved) for number, storage in enumerate(problem.storages)
-    )
-    late = [offload for offload in schedule.offloads if offload.storage in saved]
-    early = replace(schedule, offloads=tuple(offload for offload in schedule.offloads if offload.storage not in saved))
-    peak = breakdown(replace(problem, storages=storages), early, plan.account).peak_bytes
-    return peak + sum(problem.storages[offload.storage].bytes for offload in late)

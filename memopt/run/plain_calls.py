@@ -369,8 +369,8 @@ class PlainCalls(PlainCounter):
     ) -> None:
         """Raise `BudgetError` where a backward of a plain call exceeds the budget: one that keeps its graph, one that
         gives gradients a graph, or the `last` one after such backwards. Calls with the same `graph_key` are counted so
-        from now on. In a model that has stepped before, derivatives of gradients are not refused: a warning is given
-        once, and later calls are not counted so."""
+        from now on. In a model that has stepped before, none is refused: a warning is given once, and later calls are
+        not counted so where it was for derivatives of gradients."""
         step, budget, counted = fitting.step, self.planner.terms.options.budget_bytes, fitting.step
         if self._beside_budget.covers(graph):
             return
@@ -392,7 +392,10 @@ class PlainCalls(PlainCounter):
             needed = needs(counted.peak_bytes) + beside
             if needs(counted.before_last_bytes if graph.derived and not last else counted.peak_bytes) + beside > budget:
                 if not graph.derived:
-                    raise BudgetError(budget, needed, RETAINED, least=False)
+                    if not self.entry.stepped:
+                        raise BudgetError(budget, needed, RETAINED, least=False)
+                    self.entry.warn_beyond(BudgetError(budget, needed, RETAINED, least=False))
+                    return  # later calls are counted with the kept graph
                 if fitting.call is not None and not self.entry.stepped:
                     if len(graph.derived) == 1 < graph.derived[0] and not graph.parameters:
                         self.note_graph(key, graph.further(2))  # as an equation has

@@ -40,6 +40,7 @@ from memopt.planning.derived import (
     leaving_free,
     leaving_room,
     nothing_recomputed,
+    retained_peak,
     with_kept_outputs,
 )
 from memopt.planning.figures import beside_plain
@@ -357,7 +358,14 @@ class Road:
             return leaving_room(spare(0))
         first = self.planner.terms.lever_sets[0] if decided is None else decided.rewriting
         _, guessed = recorded.trace(first).callers_code
-        return leaving_free(spare, situation.for_other_models + guessed, staying(guessed))
+        free, stays = situation.for_other_models + guessed, staying(guessed)
+        plan = leaving_free(spare, free, stays)
+        for _ in range(ROUNDS if self.planner.accounts.beside.keeps_graph and plan.schedule else 0):
+            if (lacking := retained_peak(plan, plan.schedule) - plan.budget_bytes) <= 0:
+                break
+            free, stays = free + lacking, stays + lacking
+            plan = leaving_free(spare, free, stays)
+        return plan
 
     def _decided_for(self, recorded: Recorded) -> Decided | None:
         """The levers of the plan for other sizes of this call in one region; None where there is none, or its levers

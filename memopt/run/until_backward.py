@@ -165,7 +165,10 @@ def _check(entry: Entry, saved_bytes: int) -> None:
     if needed <= entry.budget_bytes or entry.stepped:
         entry.warn_beyond(refused)
         return
-    raise refused
+    try:
+        raise refused
+    finally:
+        del refused, forward, waiting  # else this frame, which holds the forward, and the error would hold each other
 
 
 _BESIDE = (
