@@ -214,6 +214,8 @@ class Entry:
     ending: list[WaitingPlanned] = field(default_factory=list)
     """The planned forwards whose saved values were given to the running backward. Where one has failed, they stay until
     the next forward begins."""
+    warned_of_hooks: bool = False
+    """Whether it was said that the caller's saved-tensor hooks get what plans save."""
     _warned_bytes: int = 0
     """The most bytes that a step needs which went on beyond the budget with a warning."""
     _versions: dict[int, int] | None = None

@@ -33,7 +33,13 @@ from memopt.compat.autograd import (
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.operators import tree_leaves
-from memopt.compat.saved_tensors import changed_since_saved, free_saved_tensors, note_packed, saved_by
+from memopt.compat.saved_tensors import (
+    changed_since_saved,
+    free_saved_tensors,
+    hooks_of_the_user,
+    note_packed,
+    saved_by,
+)
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
@@ -119,9 +125,22 @@ class PendingForward(WaitingPlanned):
             self.nodes.append(weakref.ref(node))
             if note_packed(node):
                 self.second_run, self.packed = None, True
+                self._warn_of_hooks()
                 continue
             node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
         return outputs
+
+    def _warn_of_hooks(self) -> None:
+        """Warn once of hooks that get what the plan saves, and may change it."""
+        if hooks_of_the_user() and not self.entry.warned_of_hooks:
+            self.entry.warned_of_hooks = True
+            warnings.warn(
+                f"hooks of torch.autograd.graph.saved_tensors_hooks get the tensors that the plan of "
+                f"{type(self.model()).__name__} saves, not those of the plain model: what they allocate is beside the "
+                "budget, and where they change values (to a lower precision) gradients differ from the plain loop's; "
+                "call the model outside of them",
+                stacklevel=2,
+            )
 
     def note_made_between(self, result: Any) -> int:
         """Record the tensors that eager code between the regions of this forward saved for its backward and returned as
