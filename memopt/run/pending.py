@@ -44,7 +44,6 @@ from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
 from memopt.planning.derived import lasting_bytes, retained_peak, returned_bytes, tangent_bytes
-from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.entry import Entry, WaitingPlanned
 from memopt.run.ledger import Ledger, Moment
@@ -309,8 +308,8 @@ class PendingForward(WaitingPlanned):
         self._refuse(ledger.for_whole_step(self.entry, BudgetError(*given, least=False, further=(further,))))
 
     def _refuse(self, refused: BudgetError) -> None:
-        """Raise `refused`, or warn of it in a model that has stepped: the next forward is planned with what is there now,
-        or refused where no plan has room for it."""
+        """Raise `refused`, or warn of it in a model that has stepped: the next forward is planned with what is there
+        now, or refused where no plan has room for it."""
         if self.entry.stepped:
             self.entry.warn_beyond(refused)
             return
