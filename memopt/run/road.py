@@ -360,8 +360,8 @@ class Road:
         _, guessed = recorded.trace(first).callers_code
         free, stays = situation.for_other_models + guessed, staying(guessed)
         plan = leaving_free(spare, free, stays)
-        for _ in range(ROUNDS if self.planner.accounts.beside.keeps_graph and plan.schedule else 0):
-            if (lacking := retained_peak(plan, plan.schedule) - plan.budget_bytes) <= 0:
+        for _ in range(ROUNDS if self.planner.accounts.beside.keeps_graph else 0):
+            if plan.schedule is None or (lacking := retained_peak(plan, plan.schedule) - plan.budget_bytes) <= 0:
                 break
             free, stays = free + lacking, stays + lacking
             plan = leaving_free(spare, free, stays)

@@ -20,7 +20,7 @@ from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError
 from memopt.meter import PeakMeter
-from memopt.run.entry import Entry, WaitingPlanned
+from memopt.run.entry import Entry, WaitingPlain, WaitingPlanned
 from memopt.run.ledger import Ledger
 from memopt.units import size
 
@@ -147,18 +147,20 @@ class UntilBackward:
 def _check(entry: Entry, saved_bytes: int) -> None:
     """Warn where the caller's operators have saved more since the forward than the budget has left for them, which is
     not known before. Raises `BudgetError` in a model that has not stepped where no plan would leave so much."""
-    waiting = [one for of in Ledger.of(entry).entries for one in (*of.waiting(), *of.plain_waiting())]
+    waiting: list[WaitingPlanned | WaitingPlain] = []
+    for one in Ledger.of(entry).entries:
+        waiting += [*one.waiting(), *one.plain_waiting()]
     if entry.fixed_bytes is not None or len(waiting) != 1:  # the graph may lead through other forwards
         return
     (forward,) = waiting
     account = forward.plan.account if isinstance(forward, WaitingPlanned) else forward.account
     account = replace(account, other_forwards=0, elsewhere=0, tolerance=0)
-    elsewhere_bytes = entry.found.beside(account)
-    needed = account.resident_bytes + saved_bytes + elsewhere_bytes
+    needed = account.resident_bytes + saved_bytes  # what is elsewhere may be among these, or be freed by now
     missing = max(0, account.optimizer_state - entry.found.state)
     if needed + forward.held_bytes - missing <= entry.budget_bytes + entry.tolerance_bytes:
         return
-    works = needed + forward.saved_bytes() + entry.tolerance_bytes
+    elsewhere_bytes = entry.found.beside(account)
+    works = needed + elsewhere_bytes + forward.saved_bytes() + entry.tolerance_bytes
     works = max(works, forward.runs_plain_from(elsewhere_bytes, 2 * works) or 0)
     reason = f"{size(saved_bytes)} that the caller's code saved between a forward and its backward"
     refused = BudgetError(entry.budget_bytes, works, reason, least=False, further=(_BESIDE,))
