@@ -174,6 +174,12 @@ def note_packed(node: Any) -> bool:
     return packed
 
 
+def hooks_of_the_user() -> bool:
+    """Whether saved-tensor hooks are set that are not torch's own, such as those of `save_on_cpu` and checkpoints."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")
+
+
 def changed_since_saved(node: Any) -> str:
     """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, so
     that torch will raise an error in its backward. "" where there is none, `replace_saved` has freed any, or

@@ -52,6 +52,10 @@ class Looks(Protocol):
     def gradients_may_stay(self) -> bool:
         """Whether parameters may still hold gradients when a later forward begins, as far as that is known."""
 
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a backward of the model was seen to keep its graph (`retain_graph=True`)."""
+
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
         """The bytes that the caller's own code, such as a loss function, allocates between a forward and its backward;
         and, where that number is a guess, how many bytes more it may need. `tangent_bytes` is the size of the gradients

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, breakdown
+from memopt.account.breakdown import ANY_LINK, breakdown, live_versions
 from memopt.errors import BudgetError
 from memopt.planning.figures import plain_beside, plain_step, recounted, rows_to
 from memopt.planning.joined import Joined
@@ -342,6 +342,24 @@ def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_by
             if (staying or spared_bytes) > lacking:
                 return alone(spared_bytes - (0 if staying else lacking), staying and staying - lacking)
     return plan(0, 0)
+
+
+def retained_peak(plan: Plan, schedule: Schedule) -> int:
+    """The step's peak in bytes if nothing saved for the backward is freed before its end (`retain_graph=True`).
+
+    A value that is still on the device when the backward begins, and that the schedule offloads only then, stays there
+    too: it counts a second time beside its copy that is fetched back."""
+    assert plan.joined is not None
+    problem = plan.joined.problem
+    boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1
+    saved = {storage for storage, made in live_versions(problem, schedule, boundary) if made < boundary}
+    storages = tuple(
+        replace(storage, kept=storage.kept or number in saved) for number, storage in enumerate(problem.storages)
+    )
+    late = [offload for offload in schedule.offloads if offload.storage in saved]
+    early = replace(schedule, offloads=tuple(offload for offload in schedule.offloads if offload.storage not in saved))
+    peak = breakdown(replace(problem, storages=storages), early, plan.account).peak_bytes
+    return peak + sum(problem.storages[offload.storage].bytes for offload in late)
 
 
 def _under(plan: Plan, account: Account) -> Plan:

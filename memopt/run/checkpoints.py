@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from memopt.capture.inputs import tensors_in
 from memopt.compat.host import is_on_host
 from memopt.compat.modules import compiled_call, plain_call, reset_compiled_call, set_compiled_call
-from memopt.compat.saved_tensors import checkpoint_around
+from memopt.compat.saved_tensors import checkpoint_around, hooks_of_the_user
 from memopt.compat.tensors import same_bits, set_values
 from memopt.saved_values import written_parameters
 from memopt.training_state import Attributes
@@ -105,7 +105,7 @@ class Checkpoints:
         own = compiled_call(spot.module) or plain_call(spot.module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or hooks_of_the_user():  # these are to get what the module saves
                 return own(*args, **kwargs)
             inner = partial(_standing_in, spot.within, self._call_of)
             own_ids = set(map(id, spot.module.parameters())) if (known := written_parameters(self.model)) else ()

@@ -60,6 +60,9 @@ class Waiting(ABC):
     """Its number among all forwards, in the order in which they began."""
     overlaps: set[Overlap] = field(default_factory=set)
     """The forwards of other models that have run since it began."""
+    runs_plain_from: Callable[..., int | None] = lambda elsewhere, most, graph=FREED: None
+    """Returns the smallest budget with which the call runs plain, with this many bytes elsewhere, if its backwards keep
+    its graph as `graph` says; None where that is above `most` or not known."""
 
     @abstractmethod
     def free_saved(self) -> int:
@@ -211,6 +214,8 @@ class Entry:
     ending: list[WaitingPlanned] = field(default_factory=list)
     """The planned forwards whose saved values were given to the running backward. Where one has failed, they stay until
     the next forward begins."""
+    warned_of_hooks: bool = False
+    """Whether it was said that the caller's saved-tensor hooks get what plans save."""
     _warned_bytes: int = 0
     """The most bytes that a step needs which went on beyond the budget with a warning."""
     _versions: dict[int, int] | None = None

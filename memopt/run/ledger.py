@@ -20,7 +20,7 @@ from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError
 from memopt.meter import PeakMeter
-from memopt.planning.derived import forward_bytes, lasting_bytes, tangent_bytes
+from memopt.planning.derived import forward_bytes, lasting_bytes, retained_peak, tangent_bytes
 from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
@@ -173,10 +173,13 @@ class Moment:
             until_backward = plan.held_bytes + tangent_bytes(plan) + self.callers_code(plan)
             in_forward = forward_bytes(plan) + self.kept_outputs if self.kept_outputs or dropped else 0
             in_step = self.entry.peak_above_lasting(plan) + lasting_bytes(plan.account, beside=True) - dropped
+            if self.entry.graph.kept and plan.schedule is not None:
+                in_step += max(0, retained_peak(plan, plan.schedule) - plan.ceiling_bytes)
             return max(in_step, plan.account.resident_bytes + max(until_backward, in_forward)) - beside
 
         dropped = self.entry.dropped_outputs(plan)
-        seen = self.entry.meanwhile, self.entry.returned_bytes, self.kept_outputs, dropped
+        entry = self.entry
+        seen = entry.meanwhile, entry.returned_bytes, self.kept_outputs, dropped, entry.graph.kept
         return self.entry.figure(("alone", *seen), plan, figure)
 
     def callers_code(self, plan: Plan) -> int:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memopt.account.account import distinct_bytes
-from memopt.account.breakdown import breakdown, live_versions
 from memopt.capture.author_modes import autocast_is_on
 from memopt.compat.autograd import (
     FREED,
@@ -34,12 +33,17 @@ from memopt.compat.autograd import (
 from memopt.compat.fsdp import NOTHING_GATHERED, Gathered
 from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.operators import tree_leaves
-from memopt.compat.saved_tensors import changed_since_saved, free_saved_tensors, note_packed, saved_by
+from memopt.compat.saved_tensors import (
+    changed_since_saved,
+    free_saved_tensors,
+    hooks_of_the_user,
+    note_packed,
+    saved_by,
+)
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
-from memopt.planning.derived import lasting_bytes, returned_bytes, tangent_bytes
-from memopt.planning.plan import Plan
+from memopt.planning.derived import lasting_bytes, retained_peak, returned_bytes, tangent_bytes
 from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.entry import Entry, WaitingPlanned
 from memopt.run.ledger import Ledger, Moment
@@ -75,9 +79,6 @@ class PendingForward(WaitingPlanned):
     """Called when the first backward begins."""
     copies: tuple[WeakStorage, ...] = ()
     """The storages of copies of its inputs, which no plan counts."""
-    runs_plain_from: Callable[..., int | None] = lambda elsewhere, most, graph=FREED: None
-    """Returns the smallest budget with which the call runs plain, with this many bytes elsewhere, if its backwards keep
-    its graph as `graph` says; None where that is above `most` or not known."""
     free_others: Callable[[], int] = lambda: 0
     """Makes waiting forwards of other models free what they saved, and compute it again in their backward; returns the
     bytes freed."""
@@ -123,9 +124,22 @@ class PendingForward(WaitingPlanned):
             self.nodes.append(weakref.ref(node))
             if note_packed(node):
                 self.second_run, self.packed = None, True
+                self._warn_of_hooks()
                 continue
             node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
         return outputs
+
+    def _warn_of_hooks(self) -> None:
+        """Warn once of hooks that get what the plan saves, and may change it."""
+        if hooks_of_the_user() and not self.entry.warned_of_hooks:
+            self.entry.warned_of_hooks = True
+            warnings.warn(
+                f"hooks of torch.autograd.graph.saved_tensors_hooks get the tensors that the plan of "
+                f"{type(self.model()).__name__} saves, not those of the plain model: what they allocate is beside the "
+                "budget, and where they change values (to a lower precision) gradients differ from the plain loop's; "
+                "call the model outside of them",
+                stacklevel=2,
+            )
 
     def note_made_between(self, result: Any) -> int:
         """Record the tensors that eager code between the regions of this forward made: those that it saved for its
@@ -283,8 +297,9 @@ class PendingForward(WaitingPlanned):
         if works > lacking:
             most = works + works // _MARGIN_OF_COUNTS
             works = max(lacking, self.runs_plain_from(elsewhere_bytes, most) or works)
+        largest = "; the largest: ".join(("elsewhere", *self.entry.found.largest[:1]))
         reason = (
-            f"{size(elsewhere_bytes)} of tensors outside of this step (elsewhere), of which "
+            f"{size(elsewhere_bytes)} of tensors outside of this step ({largest}), of which "
             f"{size(self.entry.later_bytes)} appeared between the forward and its backward"
         )
         further = (
@@ -295,8 +310,9 @@ class PendingForward(WaitingPlanned):
         self._refuse(ledger.for_whole_step(self.entry, BudgetError(*given, least=False, further=(further,))))
 
     def _refuse(self, refused: BudgetError) -> None:
-        """Raise `refused`, or warn of it where the step goes on (`Ledger.goes_on`)."""
-        if Ledger.of(self.entry).goes_on(self.entry):
+        """Raise `refused`, or warn of it in a model that has stepped: the next forward is planned with what is there
+        now, or refused where no plan has room for it."""
+        if self.entry.stepped:
             self.entry.warn_beyond(refused)
             return
         try:
@@ -498,21 +514,3 @@ def beside_gradients(entry: Entry) -> int:
     itself."""
     trained = [one for one in entry.model.parameters() if one.requires_grad]
     return distinct_bytes(trained) if trained and fate_of_gradient(trained[0]) is Fate.RETURNED else 0
-
-
-def retained_peak(plan: Plan, schedule: Schedule) -> int:
-    """The step's peak in bytes if nothing saved for the backward is freed before its end (`retain_graph=True`).
-
-    A value that is still on the device when the backward begins, and that the schedule offloads only then, stays there
-    too: it counts a second time beside its copy that is fetched back."""
-    assert plan.joined is not None
-    problem = plan.joined.problem
-    boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1
-    saved = {storage for storage, made in live_versions(problem, schedule, boundary) if made < boundary}
-    storages = tuple(
-        replace(storage, kept=storage.kept or number in saved) for number, storage in enumerate(problem.storages)
-    )
-    late = [offload for offload in schedule.offloads if offload.storage in saved]
-    early = replace(schedule, offloads=tuple(offload for offload in schedule.offloads if offload.storage not in saved))
-    peak = breakdown(replace(problem, storages=storages), early, plan.account).peak_bytes
-    return peak + sum(problem.storages[offload.storage].bytes for offload in late)

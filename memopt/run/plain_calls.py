@@ -205,13 +205,16 @@ class PlainCalls(PlainCounter):
         return fitting
 
     def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
-        """The `BudgetError` of a call that cannot be captured, naming a budget in which it runs plain; `refused` itself
-        where no such budget is known."""
+        """The `BudgetError` of a call that cannot be captured, or whose plans need more than its plain step, naming a
+        budget in which it runs plain; `refused` itself where no such budget is known."""
         budget, least = self.planner.terms.options.budget_bytes, None
-        if isinstance(refused, CaptureError) and self._nothing_else_wanted():
-            least = self.needed_bytes(now, WORTH_NAMING * budget)
+        most = refused.smallest_bytes if isinstance(refused, BudgetError) else WORTH_NAMING * budget
+        if self._nothing_else_wanted():
+            least = self.needed_bytes(now, most)
         if least is None:
             return refused
+        if isinstance(refused, BudgetError):
+            return BudgetError(budget, least, "the plain step", least=False, further=refused.notes, ways=refused.ways)
         least += self.entry.notable_bytes  # another batch of sparse tensors may hold a few numbers more
         return BudgetError(budget, least, "the plain step", least=False, further=(str(refused),))
 
@@ -300,6 +303,7 @@ class PlainCalls(PlainCounter):
                 account=fitting.account,
                 peak_bytes=step.peak_bytes,
                 outputs=tuple(weak_storages(outputs)),
+                runs_plain_from=partial(self.runs_from, on_meta(call), now.situation),
             )
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
@@ -365,8 +369,8 @@ class PlainCalls(PlainCounter):
     ) -> None:
         """Raise `BudgetError` where a backward of a plain call exceeds the budget: one that keeps its graph, one that
         gives gradients a graph, or the `last` one after such backwards. Calls with the same `graph_key` are counted so
-        from now on. In a model that has stepped before, derivatives of gradients are not refused: a warning is given
-        once, and later calls are not counted so."""
+        from now on. In a model that has stepped before, none is refused: a warning is given once, and later calls are
+        not counted so where it was for derivatives of gradients."""
         step, budget, counted = fitting.step, self.planner.terms.options.budget_bytes, fitting.step
         if self._beside_budget.covers(graph):
             return
@@ -388,7 +392,10 @@ class PlainCalls(PlainCounter):
             needed = needs(counted.peak_bytes) + beside
             if needs(counted.before_last_bytes if graph.derived and not last else counted.peak_bytes) + beside > budget:
                 if not graph.derived:
-                    raise BudgetError(budget, needed, RETAINED, least=False)
+                    if not self.entry.stepped:
+                        raise BudgetError(budget, needed, RETAINED, least=False)
+                    self.entry.warn_beyond(BudgetError(budget, needed, RETAINED, least=False))
+                    return  # later calls are counted with the kept graph
                 if fitting.call is not None and not self.entry.stepped:
                     if len(graph.derived) == 1 < graph.derived[0] and not graph.parameters:
                         self.note_graph(key, graph.further(2))  # as an equation has

@@ -40,6 +40,7 @@ from memopt.planning.derived import (
     leaving_free,
     leaving_room,
     nothing_recomputed,
+    retained_peak,
     with_kept_outputs,
 )
 from memopt.planning.figures import beside_plain
@@ -51,7 +52,7 @@ from memopt.planning.terms import Situation
 from memopt.run import kept_plans
 from memopt.run.executable import Executable
 from memopt.run.kept_plans import as_compiled_least, check_compiled_least, smallest_plan
-from memopt.run.until_backward import staying
+from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, staying
 from memopt.solver import SolverError
 from memopt.units import size
 from passes import PassError
@@ -306,7 +307,8 @@ class Road:
         first = next(recorded.candidates())
         if first.account.caching:  # on a card, the named budget itself was replayed
             return refusal
-        _, guessed = recorded.trace(first.levers).callers_code
+        traced = recorded.trace(first.levers)
+        seen, guessed = traced.callers_code
         returned = recorded.captured.returned_bytes
         held = situation.gradients_held or planner.accounts.beside.gradients_may_stay
         appear = [
@@ -321,8 +323,10 @@ class Road:
             candidates = replace(recorded, situation=later).candidates()
             return min(with_kept_outputs(priced, returned) for priced in candidates)
 
-        # More bytes left free need not raise the smallest peak found.
-        roomy = min(max(map(least, {0, guessed})), nothing_recomputed(first, returned))
+        roomy = nothing_recomputed(first, returned)
+        if seen <= LARGE_LOSS_OUTSIDE * traced.step.tangent_bytes:  # else the first step has no room for it
+            # More bytes left free need not raise the smallest peak found.
+            roomy = min(max(map(least, {0, guessed})), roomy)
         spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2 + of_inputs
         words = (
             "of the named budget are for gradients held when a forward begins, a loss outside of the model, and "
@@ -354,7 +358,14 @@ class Road:
             return leaving_room(spare(0))
         first = self.planner.terms.lever_sets[0] if decided is None else decided.rewriting
         _, guessed = recorded.trace(first).callers_code
-        return leaving_free(spare, situation.for_other_models + guessed, staying(guessed))
+        free, stays = situation.for_other_models + guessed, staying(guessed)
+        plan = leaving_free(spare, free, stays)
+        for _ in range(ROUNDS if self.planner.accounts.beside.keeps_graph else 0):
+            if plan.schedule is None or (lacking := retained_peak(plan, plan.schedule) - plan.budget_bytes) <= 0:
+                break
+            free, stays = free + lacking, stays + lacking
+            plan = leaving_free(spare, free, stays)
+        return plan
 
     def _decided_for(self, recorded: Recorded) -> Decided | None:
         """The levers of the plan for other sizes of this call in one region; None where there is none, or its levers

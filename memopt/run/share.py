@@ -92,6 +92,11 @@ class Share:
         backward has begun without any, and none has begun with some."""
         return self.entry.gradients_stay is not False
 
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a backward of the model was seen to keep its graph (`retain_graph=True`)."""
+        return self.entry.graph.kept
+
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
         """The bytes that the caller's own code, such as a loss function, allocates between a forward and its backward;
         and how many more it may need, where the first figure is a guess, else 0. `tangent_bytes` is the size of the

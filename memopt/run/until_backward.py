@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count
 from typing import Any, ClassVar
@@ -17,8 +18,11 @@ from memopt.compat.operators import without_modes
 from memopt.compat.saved_tensors import saved_by
 from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.device.devices import device_of
+from memopt.errors import BudgetError
 from memopt.meter import PeakMeter
-from memopt.run.entry import Entry
+from memopt.run.entry import Entry, WaitingPlain, WaitingPlanned
+from memopt.run.ledger import Ledger
+from memopt.units import size
 
 LOSS_OUTSIDE = 1
 """A loss outside of the model is guessed to need this many times the bytes of the outputs' gradients, in addition to
@@ -120,9 +124,10 @@ class UntilBackward:
             counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
             returned = {storage.address: storage.nbytes for storage in seen._outputs}
             freed = max(0, seen._returned_bytes - sum(returned.values()))
-            in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
+            saved, in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
             if not entry.metered or seen._begins_with > entry.returned_bytes:
                 seen._note(entry, max(in_forward, in_backward - freed))
+            _check(entry, saved)
 
     def read(self, events: Sequence[int]) -> None:
         """Called when the block of a meter ends: record the bytes that the caller's code held at most, from the meter's
@@ -140,14 +145,49 @@ class UntilBackward:
         entry.returned_bytes = max(entry.returned_bytes, self._begins_with)
 
 
+def _check(entry: Entry, saved_bytes: int) -> None:
+    """Warn where the caller's operators have saved more since the forward than the budget has left for them, which is
+    not known before. Raises `BudgetError` in a model that has not stepped where no plan would leave so much."""
+    waiting: list[WaitingPlanned | WaitingPlain] = []
+    for one in Ledger.of(entry).entries:
+        waiting += [*one.waiting(), *one.plain_waiting()]
+    if entry.fixed_bytes is not None or len(waiting) != 1:  # the graph may lead through other forwards
+        return
+    (forward,) = waiting
+    account = forward.plan.account if isinstance(forward, WaitingPlanned) else forward.account
+    account = replace(account, other_forwards=0, elsewhere=0, tolerance=0)
+    needed = account.resident_bytes + saved_bytes  # what is elsewhere may be among these, or be freed by now
+    missing = max(0, account.optimizer_state - entry.found.state)
+    if needed + forward.held_bytes - missing <= entry.budget_bytes + entry.tolerance_bytes:
+        return
+    elsewhere_bytes = entry.found.beside(account)
+    works = needed + elsewhere_bytes + forward.saved_bytes() + entry.tolerance_bytes
+    works = max(works, forward.runs_plain_from(elsewhere_bytes, 2 * works) or 0)
+    reason = f"{size(saved_bytes)} that the caller's code saved between a forward and its backward"
+    refused = BudgetError(entry.budget_bytes, works, reason, least=False, further=(_BESIDE,))
+    if needed <= entry.budget_bytes or entry.stepped:
+        entry.warn_beyond(refused)
+        return
+    try:
+        raise refused
+    finally:
+        del refused, forward, waiting  # else this frame, which holds the forward, and the error would hold each other
+
+
+_BESIDE = (
+    "a loss outside of the model, or methods of the model that are called beside it: no plan lowers what these save; "
+    "call the model itself for what its plan is to hold"
+)
+
+
 def held_bytes(
     roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()
-) -> tuple[int, int]:
-    """Two estimates of the most bytes on a device that these autograd nodes hold: before the backward, and during it.
-    `nodes` are in the order in which the backward, which starts at `roots`, runs them. Both estimates include what the
-    nodes have saved, except at the addresses `counted`. The first adds the inputs and outputs of the operator that has
-    the most of them, taken to be as large as their gradients; the second adds the gradients that exist at the same
-    time. Leaves and their gradients are not added."""
+) -> tuple[int, int, int]:
+    """The bytes on a device that these autograd nodes have saved, except at the addresses `counted`; and two estimates
+    of the most bytes that they hold: before the backward, and during it. `nodes` are in the order in which the
+    backward, which starts at `roots`, runs them. Both estimates include what the nodes have saved. The first adds the
+    inputs and outputs of the operator that has the most of them, taken to be as large as their gradients; the second
+    adds the gradients that exist at the same time. Leaves and their gradients are not added."""
     saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
     readers: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -170,7 +210,7 @@ def held_bytes(
         for address in saved[node]:
             readers[address] -= 1
             held -= sizes[address] if not readers[address] and address not in left_out else 0
-    return all_saved + largest, most
+    return all_saved, all_saved + largest, most
 
 
 def leaves_of(nodes: Iterable[Any]) -> set[torch.Tensor]:

@@ -12,13 +12,13 @@ from memopt.device import hardware
 from memopt.errors import BudgetError
 from memopt.levers import DEFAULT_LEVERS
 from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS, offload_link
+from memopt.planning.derived import retained_peak
 from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan
 from memopt.planning.plan_search import PlanSearch
 from memopt.planning.planner import smallest
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.schedule_parts import held_after_forward, module_rows
-from memopt.run.pending import retained_peak
 from memopt.solver import Link, Schedule
 from tests.planned import ACCOUNT, captured, make_plan, region, under_levers
 

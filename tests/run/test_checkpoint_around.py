@@ -53,3 +53,23 @@ def test_a_checkpoint_that_ends_its_second_run_early_is_no_error_of_the_models(m
     for _ in range(2):
         checkpoint(model, x, use_reentrant=False).sum().backward()
     assert not forgotten
+
+
+def test_hooks_of_the_caller_that_get_what_a_plan_saves_are_named() -> None:
+    """Hooks that save in lower precision change other values than in the plain loop, which nothing said."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    memopt.optimize(model, 1, optimizer=None, precision="fp32", allow={"recompute", "reinplace"})
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.half, torch.Tensor.float)
+    words = "saved_tensors_hooks get the tensors that the plan of Sequential saves"
+    with pytest.warns(UserWarning, match=words), hooks:
+        loss = model(torch.randn(40, 8)).square().mean()
+    loss.backward()
+
+
+def test_torchs_own_hooks_need_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    memopt.optimize(model, 1, optimizer=None, precision="fp32", allow={"recompute", "reinplace"})
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(torch.randn(40, 8)).square().mean()
+    loss.backward()
+    assert not [one for one in recwarn if "saved_tensors_hooks" in str(one.message)]

@@ -282,3 +282,35 @@ def test_a_count_on_values_leaves_room_for_what_is_there(monkeypatch: pytest.Mon
         assert limits
         assert max(limits) <= budget - elsewhere.nbytes - BATCHES.nbytes - kept
         limits.clear()
+
+
+class SavedInHalf(nn.Module):
+    """Blocks, some of which save their tensors in 16 bits, by hooks that torch.compile does not capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda packed: packed.float()):
+            x = self.blocks[1](torch.tanh(self.blocks[0](x)))
+        for block in self.blocks[2:]:
+            x = torch.tanh(block(x))
+        return x
+
+
+def test_what_hooks_of_the_model_change_is_changed_where_modules_run_as_checkpoints() -> None:
+    """The checkpoints' own hooks took the place of the model's: gradients were those of tensors saved in 32 bits."""
+
+    def gradients(budget_gb: float = 0) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = SavedInHalf()
+        if budget_gb:
+            options: dict[str, Any] = {"allow": {"recompute", "reinplace"}, "optimizer": None, "elsewhere_gb": 0}
+            memopt.optimize(model, budget_gb, precision="fp32", **options)
+        model(torch.randn(512, 64)).square().mean().backward()
+        if budget_gb:
+            assert memopt.status(model).state is memopt.State.CHECKPOINTED
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert all(map(torch.equal, gradients(0.00168), gradients()))

@@ -67,3 +67,65 @@ def steps_until_refused(budget_gb: float) -> int:
 @pytest.mark.parametrize("budget_gb", [3.9e-3, 4.0e-3, 4.1e-3])
 def test_a_kept_graph_that_later_steps_have_no_room_for_is_refused_in_the_first_step(budget_gb: float) -> None:
     assert steps_until_refused(budget_gb) in (0, 4)
+
+
+def layers_with(budget_gb: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    if budget_gb:
+        memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute", "reinplace"}, optimizer=optimizer)
+    return model, optimizer
+
+
+def steps_that_keep_outputs(budget_gb: float = 0) -> list[int]:
+    """The peaks of six steps whose loop keeps all outputs, for an average at the end of the epoch."""
+    model, optimizer = layers_with(budget_gb)
+    peaks, kept = [], []
+    for _ in range(6):
+        batch = torch.randn(512, 128)
+        with memopt.measure_peak() as peak:
+            kept.append(model(batch))
+            loss = kept[-1].square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        peaks.append(peak.bytes)
+    return peaks
+
+
+@pytest.mark.plans_always
+@pytest.mark.usefixtures("counted")
+def test_outputs_that_a_loop_keeps_are_named_and_end_no_training() -> None:
+    """The backward of a later step was refused for what the step before had returned."""
+    plain = max(steps_that_keep_outputs())
+    with pytest.warns(UserWarning, match=r"the largest: float32 \[512, 128\]"):
+        peaks = steps_that_keep_outputs(budget_gb := 0.7 * plain / 2**30)
+    assert len(peaks) == 6
+    assert max(peaks) <= budget_gb * 2**30
+
+
+def steps_that_keep_graphs(budget_gb: float = 0) -> list[int]:
+    """The peaks of steps that differentiate two losses one after the other, beside the gradients of the step before."""
+    model, optimizer = layers_with(budget_gb)
+    peaks = []
+    for _ in range(5):
+        batch = torch.randn(512, 128)
+        with memopt.measure_peak() as peak:
+            made = model(batch)
+            first, second = made.square().mean(), made.abs().mean()
+            optimizer.zero_grad()
+            first.backward(retain_graph=True)
+            second.backward()
+            optimizer.step()
+        peaks.append(peak.bytes)
+    return peaks
+
+
+@pytest.mark.plans_always
+@pytest.mark.usefixtures("counted")
+def test_a_step_whose_backward_keeps_its_graph_is_planned_so_from_then_on() -> None:
+    """It was refused in the second step, although plans that save less fit with the kept graph too."""
+    plain = max(steps_that_keep_graphs())
+    peaks = steps_that_keep_graphs(budget_gb := 0.65 * plain / 2**30)
+    assert max(peaks) <= budget_gb * 2**30
