@@ -149,7 +149,7 @@ def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
     if name == "unsqueeze":
         new: Any = node.args[1]
         if new % after.dim() == class_dim:
-            raise NoMatch(f"{node.name} makes a dimension that is not that of the classes")
+            raise NoMatch(f"{node.name} makes the dimension that the loss takes for the classes")
         return source, class_dim - (new % after.dim() < class_dim)
     return None
 
