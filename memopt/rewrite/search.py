@@ -56,7 +56,8 @@ class SearchPrecision:
     default: AssignPrecision
     prices: OpPrices
     most_error: float = 1.1
-    """Relative to the squared error of the default, whose measured error is 0.98 to 1.05 of autocast's: 5% of slack."""
+    """The largest squared error, as a multiple of the default's: 1.1 lets the error grow by 5%. The default's measured
+    error is 0.98 to 1.05 times autocast's."""
 
     def __call__(self, graph: OperatorGraph) -> PrecisionPlan:
         plan = self.default(graph.module)

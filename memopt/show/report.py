@@ -27,8 +27,8 @@ _BRIEF_NOTES = 3
 # Tables of modules that are narrower have no columns for the numbers of operators.
 _WIDE = 100
 _NOTABLE = 0.0005
-"""The least share of a step that memopt's own work must take to be mentioned: half of the last digit of the added
-time."""
+"""The least share of a step that guards and memopt's Python code must take to be mentioned: half of the last digit of
+the added time."""
 # Names of modules are not folded to fewer columns, however narrow the terminal is.
 _MODULE_WIDTH = 16
 

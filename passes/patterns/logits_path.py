@@ -191,8 +191,8 @@ def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node
 
 
 def replace_class_size(reader: Node, value: torch.Tensor, class_dim: int) -> bool:
-    """If the call `reader` returns the size of `value` in its dimension of classes, replaces it by that number.
-    Otherwise, for a call that returns another size, changes nothing and returns False."""
+    """Replaces the call `reader`, which returns a size of the tensor `value`, by the number, and returns True, if that
+    is the size of the dimension of classes; else changes nothing and returns False."""
     dim: Any = reader.args[1]
     if dim % value.dim() != class_dim:
         return False
