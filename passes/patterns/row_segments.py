@@ -264,7 +264,7 @@ class _Growth:
 
 def can_join(node: Node, place: RowsPlace) -> bool:
     """Returns whether a value with rows at `place` can be put together from tiles: it is a tensor without gaps, and
-    where a dimension in front of the rows is merged with them, no other size is a symbol."""
+    either no view has merged the rows with a dimension in front of them, or only the number of rows is a symbol."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or memory_order(value) is None:
         return False
