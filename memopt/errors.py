@@ -90,7 +90,7 @@ class BudgetError(ValueError):
 
     @property
     def further(self) -> tuple[str, ...]:
-        """The notes, and the ways as sentences."""
+        """The `notes`, and the `ways` out as sentences."""
         return (*self.notes, *(way.sentence for way in self.ways))
 
     def _more(self) -> list[str]:

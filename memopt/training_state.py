@@ -262,7 +262,7 @@ class CallState:
 
     @classmethod
     def copies_of(cls, model: nn.Module) -> list[torch.Tensor]:
-        """The copies on devices other than the CPU that belong to any state of `model` that is still alive."""
+        """The copies that all states of `model` which are still alive hold, except those in the CPU's memory."""
         states = [state for state in cls._alive if state.model() is model and state.device.type != HOST.type]
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 

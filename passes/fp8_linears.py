@@ -104,7 +104,7 @@ class Fp8Linears(RewritePattern[_Match]):
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
-            raise ValueError(f"Fp8Linears scales by one of {', '.join(SCALINGS)}, not by {self.scaling!r}")
+            raise ValueError(f"the scaling of Fp8Linears is one of {', '.join(SCALINGS)}, not {self.scaling!r}")
 
     def __repr__(self) -> str:
         return f"Fp8Linears({len(self.linears)} layers, {self.scaling} scaling)"

@@ -15,7 +15,7 @@ from passes.graphs.op_kinds import PICKS, is_cast, moves_data, op_name
 
 @dataclass(frozen=True)
 class MergeCasts(Pass):
-    """Keeps one cast for a value and dtype, where it moves the fewest bytes; bit for bit the same values.
+    """Keeps one cast of each value to each dtype, where it moves the fewest bytes; bit for bit the same values.
 
     A cast that changes nothing is removed, and so is widening followed by narrowing; narrowing followed by widening
     rounds, and stays. A cast moves past calls that only move data to the side with fewer elements: before `expand`,

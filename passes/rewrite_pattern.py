@@ -106,9 +106,10 @@ def judged(
 
 
 def check_named(names: Collection[str], reasons: Mapping[str, str], unknown: str, mend: str) -> None:
-    """Raises `VerifyError` for a name that is not in `reasons`, or for which `reasons` has a reason not to replace it.
+    """Raises `VerifyError` for a name that is not a key of `reasons`, or that has a reason there not to be replaced
+    ("": none).
 
-    In the message, `unknown` says what is wrong with a name that is not there, and `mend` what to do in either case."""
+    In the message, `unknown` is the reason for a name that is not a key; `mend` says what to do in either case."""
     for name in sorted(names):
         if reason := reasons.get(name, unknown):
             raise VerifyError(name, reason, mend)
@@ -175,9 +176,9 @@ def _is_scalar(node: Node) -> bool:
 def erase_up_to(
     stop: Collection[Node], node: Node, follows: Callable[[Node, Node], bool] = lambda node, source: True
 ) -> None:
-    """Erases a call that nothing reads, unless it is in `stop`, and then its inputs that have become unread.
+    """Erases the call `node` if nothing reads it and it is not in `stop`; then does the same with each of its inputs.
 
-    `follows(call, input)` says whether the input may be erased too."""
+    `follows(call, input)` says whether the input of an erased call may be erased too."""
     if node.users or node.op != "call_function" or node in stop:
         return
     sources = node.all_input_nodes

@@ -170,7 +170,8 @@ class LockCheck:
         lines = [as_text(table)]
         if self.grown:
             named = self.culprits
-            lines += ["lines of code that have grown, in the order of the step:", *map(str, named[:_SHOWN])]
+            lines += ["lines of code that hold more or recompute longer than in the lock, in the order of the step:"]
+            lines += map(str, named[:_SHOWN])
             lines += [f"and {len(named) - _SHOWN} more lines"] * (len(named) > _SHOWN)
             lines += ["changed since: " + (", ".join(self.changed) or "no file and no package version in the lock")]
         return "\n".join(lines)

@@ -78,9 +78,9 @@ def measured(
 
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
-    """Run a step (the forward is `call()`) in which the model is planned and compiled; peak and seconds are not
-    measured. If `low`, the 16-bit dtype that it computes in, is fp16, the loss is scaled by 65,536; None is returned
-    if gradients are not finite then."""
+    """Run a step from the state `start` (the forward is `call()`), in which the model is planned and compiled; peak and
+    seconds are not measured. If `low`, the 16-bit dtype that it computes in, is fp16, the loss is scaled by 65,536;
+    None is returned if gradients are not finite then."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     step = _step(StepRun(train(call, scale), 0, 0.0, scale), start)
@@ -119,8 +119,9 @@ def autocast_step(
     low: torch.dtype | None,
     notes: list[str],
 ) -> MeasuredStep | None:
-    """A measured step of the plain model under autocast in `low`, the 16-bit dtype of the plan. None if `low` is None,
-    and if the model does not run under autocast, for which the reason is added to `notes`."""
+    """A measured step of the plain model under autocast in `low`, the 16-bit dtype of the plan; the other arguments
+    are as in `measured`. None if `low` is None, or if the model does not run under autocast: the reason then goes to
+    `notes`."""
     if low is None:
         return None
     try:

@@ -63,7 +63,7 @@ def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
         rows.add_row(row, size(nbytes), f"{nbytes / whole:.0%}")
     shown = history.held[:_LINES]
     headers = Column("function and line", overflow="fold", min_width=20), Column("row", overflow="fold")
-    title = f"The lines of code that allocated most of it ({len(shown)} of {len(history.held)})"
+    title = f"The lines of code that allocated most of these bytes ({len(shown)} of {len(history.held)})"
     lines = new_table(title, *headers, right=("blocks", "bytes"))
     for one in shown:
         lines.add_row(one.place or "(no line outside of torch)", one.row, str(one.blocks), size(one.nbytes))
@@ -73,7 +73,7 @@ def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
         f"GPU {history.device}: at most {size(history.peak_bytes)} allocated at once; at the end {end}",
         rows,
         lines,
-        "What memopt would do about it",
+        "What memopt would do about these rows",
         *advice,
         plan,
     ]

@@ -42,7 +42,7 @@ def max_batch(job: Job, multiple_of: int, at_most: int | None, max_added_time: f
     prepared = job.prepare()
     first = next(iter(prepared.shapes.values()))
     if not first.sizes:
-        raise UsageError("the first input has no batch: it is a single number; give the inputs in another order")
+        raise UsageError("the first input is a single number, without a batch dimension; give another input first")
     batch = first.sizes[0]
 
     def sized(shape: Shape, size: int) -> Shape:

@@ -73,7 +73,8 @@ def parse_shapes(written: Iterable[str]) -> Shapes:
             raise UsageError(f"--shape {text} has a size of 0; sizes are 1 or more")
         shapes[name] = Shape(sizes, _dtype(found["dtype"], name))
     if len({name.isdigit() for name in shapes if name != "target"}) > 1:
-        raise UsageError(f"--shape: name all or none, not only {', '.join(n for n in shapes if not n.isdigit())}")
+        named = ", ".join(name for name in shapes if not name.isdigit())
+        raise UsageError(f"--shape: name all inputs or none, not only {named}")
     return shapes
 
 

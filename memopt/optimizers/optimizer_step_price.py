@@ -49,12 +49,12 @@ class Stepping:
         return cls(tuple(most.items()))
 
     def leaving(self, left: Iterable[int]) -> Stepping:
-        """A copy by which the parameters that are the region's inputs number `left` are stepped at the end, too."""
+        """A copy in which further parameters, the region's inputs with the numbers `left`, are stepped at the end."""
         return replace(self, left=self.left | frozenset(left))
 
     def workspace_bytes(self, value: Any) -> int | None:
-        """The temporary bytes of stepping the parameter that an input of the graph is, given the input's fake tensor;
-        None if no parameter that is stepped has its shape, strides and dtype."""
+        """The temporary bytes of stepping the parameter whose fake tensor, as an input of the graph, is `value`; None
+        if no parameter that is stepped has its shape, strides and dtype."""
         if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
             return None
         return dict(self.temporaries).get((tuple(value.shape), value.stride(), value.dtype))

@@ -107,7 +107,7 @@ class Frontier(Generic[PlanT]):
     smallest_gb: float
     """The smallest budget that works."""
     floor_gb: float
-    """Lower bound on the peak of any schedule with the backward in this order."""
+    """Lower bound on the peak of any schedule that keeps the order of the step's operators."""
     dominated_by: str
     """The tensors that fill the smallest peak."""
     points: tuple[FrontierPoint, ...]

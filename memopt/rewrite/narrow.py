@@ -184,9 +184,8 @@ class DecideFp8:
 
     def __call__(self, graph: OperatorGraph) -> Decision:
         if autocast_is_on():
-            return Decision(
-                Pipeline((), label=self.lever), notes=(f"{self.lever}: torch.autocast is on and decides the dtypes",)
-            )
+            note = f"{self.lever}: no layer computes in 8 bits, since torch.autocast is on and decides the dtypes"
+            return Decision(Pipeline((), label=self.lever), notes=(note,))
         chosen: dict[str, str] = {}
         left: dict[str, None] = {}
         found = [self._judged(layer, graph) for layer in find_fp8_linears(graph.module, self.scaling)]

@@ -38,7 +38,7 @@ class Range:
     """The range of a value on the sample batch: least and largest finite element, and the share that fp16 loses.
 
     `lost` is the share of nonzero elements that fp16 rounds to zero although they matter: they are larger than the
-    rounding of the largest element in their row (the last dimension).
+    rounding error of the largest element in their row (the last dimension).
     """
 
     low: float = 0.0

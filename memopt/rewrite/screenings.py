@@ -63,7 +63,7 @@ class Screenings:
 
         The forward runs once for each way in which `rewritings` change the graphs before dtypes are decided. It may
         hold `room_bytes` (None: any) besides the model and the inputs. If it would hold more, if parameters or inputs
-        have no values (fake or meta tensors), or if it fails, the plan says why fp16 was not screened.
+        have no values (fake or meta tensors), or if it fails, the plan says why values were not checked.
         `differentiate_all` is as for `RecordedRegion.record`."""
         signature = f"{call_signature(call)} {CallerModes.now()}"
         if signature in self._looked:
@@ -102,10 +102,10 @@ class Screenings:
             ranges = self._in_part(graph.module)
             part = f" in part, since {self._why_not};"
         if not ranges:
-            return decide(()), f"fp16 was not screened on a sample batch, since {self._why_not}; values may overflow"
+            return decide(()), f"values were not checked against fp16's range, since {self._why_not}; they may overflow"
         kept = kept_out(graph.module, ranges, decide)
         found = f"{len(kept)} ops have values beyond the range of fp16 and stay in fp32" if kept else WITHIN
-        return decide(kept), f"fp16 was screened on a sample batch:{part} {found}"
+        return decide(kept), f"values on a sample batch were checked against fp16's range:{part} {found}"
 
     def _in_part(self, module: fx.GraphModule) -> Ranges:
         """Returns the ranges known of a graph that was not run: of nodes that other rewritings of its region share."""

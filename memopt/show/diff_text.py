@@ -1,4 +1,4 @@
-"""The changes of a plan as text: by module, with similar changes on one line."""
+"""The changes that a plan makes to the captured step, as text: by module, with similar changes on one line."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def module_of(row: Row) -> str:
 
 def title_of(blocks: Sequence[str], found: Sequence[DiffEntry]) -> str:
     """The title of a section of blocks, such as `transformer.h.0 to h.11 (12 blocks; h.2 to h.11 as h.1)`. `found` are
-    the section's entries, which tell the blocks that change alike."""
+    the section's entries; blocks to which the same of them apply change alike."""
     groups: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)
     for block in blocks:
         has = ((number, entry.by_block[block].times) for number, entry in enumerate(found) if block in entry.by_block)

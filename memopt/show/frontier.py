@@ -46,7 +46,7 @@ def _headline(frontier: Frontier) -> str:
     )
     return (
         f"{frontier.model}, planned for {frontier.hardware}: from {plain} with nothing recomputed down to {smallest} "
-        f"(no schedule in this order holds less than {floor}), added time as a share of "
+        f"(no schedule that keeps the order of operators holds less than {floor}), added time as a share of "
         f"{duration(frontier.step_seconds)}"
     )
 

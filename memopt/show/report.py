@@ -28,8 +28,8 @@ _BRIEF_NOTES = 3
 # Tables of modules that are narrower have no columns for the numbers of operators.
 _WIDE = 100
 _NOTABLE = 0.0005
-"""The least share of a step that memopt's own work must take to be mentioned: half of the last digit of the added
-time."""
+"""The least share of a step that guards and memopt's Python code must take to be mentioned: half of the last digit of
+the added time."""
 # Names of modules are not folded to fewer columns, however narrow the terminal is.
 _MODULE_WIDTH = 16
 
@@ -113,9 +113,11 @@ def headline(plan: Plan) -> str:
 
 
 def _added(plan: Plan) -> str:
-    """The added time in words, with memopt's own share of it, the lower bound, and the range to expect of a step."""
+    """The added time in words, with the part of guards and memopt's own code, the lower bound, and the range of times
+    to expect of a step."""
     fastest, slowest = (duration(times * plan.step_seconds) for times in MEASURED_TIMES)
-    own = f"{plan.host_share:.1%} of it guards and memopt's own work, " if plan.host_share >= _NOTABLE else ""
+    own = f"{plan.host_share:.1%} for Dynamo's guards and memopt's Python code"
+    own = f"including {own}, " if plan.host_share >= _NOTABLE else ""
     return (
         f"{plan.added_time + plan.host_share:.1%} of {duration(plan.step_seconds)} ({own}no plan adds less than "
         f"{plan.bound + plan.host_share:.1%}; expect a step of {fastest} to {slowest})"
@@ -160,8 +162,8 @@ def _kept_line(plan: Plan) -> str:
     named = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
     held = size(sum(nbytes for _, nbytes in plan.kept))
     return (
-        f"kept gathered: {held} of parameters of {named} stay from their forward to their backward, for which they are "
-        "not gathered again"
+        f"kept gathered: {held} of parameters of {named} stay gathered from forward to backward, which does not gather "
+        "them again"
     )
 
 
@@ -233,7 +235,7 @@ def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
 
 def receipt_table(plan: Plan) -> Table:
     """A table with the plain step, then a row for each lever: the step's peak and time with it and all levers before
-    it, and what it changed in both. Added times are fractions of the same step time as the plan's own."""
+    it, and what it changed in both. Added times are fractions of `Plan.step_seconds`."""
     table = new_table("Levers in use", "lever", right=("peak", "less", "time", "added"))
     before = plan.receipt[0]
     for row in plan.receipt:
@@ -246,8 +248,8 @@ def receipt_table(plan: Plan) -> Table:
 
 
 def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
-    """The rows of modules down to the deepest level that has at most `most` of them, each with the rows of its
-    submodules below that level added. With `runs`, equal rows in a sequence count as one row (see `alike`)."""
+    """The rows of modules, with those below some level of the module tree added to the module that they are in: the
+    deepest level with at most `most` rows left. With `runs`, equal rows in a sequence count as one (see `alike`)."""
     rows = list(rows)
     depth = max((row.path.count(".") for row in rows), default=0)
     while True:

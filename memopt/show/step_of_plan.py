@@ -101,8 +101,8 @@ def step_of(plan: Plan) -> Step:
 
 
 def smallest_memory(plan: Plan, step: Step) -> StepMemory:
-    """The memory over time of a plan's step within the smallest budget that works. `step` is the plan's own, with the
-    same operators."""
+    """The memory over time of a plan's step within the smallest budget that works. `step` is what
+    `step_of` returns for the plan."""
     priced, joined = plan.solved[0], plan.solved[0].problem
     number = {op.name: at for at, op in enumerate(step.ops)}
     numbers = [number[name] for name in op_names(priced.traced, joined)]

@@ -1,4 +1,4 @@
-"""The page, the pictures, the files and the changes of a plan: see the methods of `memopt.Plan`."""
+"""The page, the pictures, the exported files and the diff of a plan: see the methods of `memopt.Plan`."""
 
 from __future__ import annotations
 
@@ -73,15 +73,16 @@ def plan_diff(plan: Plan, step: PricedStep, *, order: bool) -> PlanDiff:
 def diff_of(
     plan: Plan, changes: tuple[Change, ...], modules: tuple[str, ...], of_stage: Callable[[str], StageDiff]
 ) -> PlanDiff:
-    """The changes of a plan, with a title that names it; the other arguments are fields of `PlanDiff`."""
+    """The diff that shows `changes`, those of a plan to the captured step, with a title that names the plan; `modules`
+    and `of_stage` are fields of `PlanDiff`."""
     return PlanDiff(f"{plan.model} on {plan.hardware} within {_budget(plan)}", changes, modules, of_stage)
 
 
 def diff_between(
     plan: Plan, own: PlanDiff, other: Plan, others: PlanDiff, of_stage: Callable[[str], StageDiff]
 ) -> PlanDiff:
-    """The changes that only one of two plans makes, by the changes of each, with a title that names both; `of_stage` is
-    as in `PlanDiff`."""
+    """The diff of two plans, with a title that names both: the changes of `own` and `others`, which are those of each
+    plan to the captured step, that only one of the two has. `of_stage` is as in `PlanDiff`."""
     title = (
         f"{plan.model} on {plan.hardware}: + is done only by the plan within {_budget(plan)}, "
         f"- only by the plan within {_budget(other)}"

@@ -96,8 +96,8 @@ def count_of(batch: Any, model: nn.Module, count: Count | None, *, with_targets:
     if isinstance(batch, Mapping):
         if batch.get("num_items_in_batch") is not None:
             raise ValueError(
-                "the batch holds num_items_in_batch, by which its model divides the loss, as TrainStep does; "
-                "leave it out, or have count= return 1 for every microbatch and divide by their number yourself"
+                "the batch holds num_items_in_batch, by which the model divides the loss before TrainStep weights it; "
+                "leave it out, or divide it by the number of microbatches and have count= return 1 for each of them"
             )
         if _is_labels(batch.get("shift_labels")):
             return _valid(batch["shift_labels"])
@@ -237,7 +237,7 @@ class Splitting:
         """The smallest number of pieces, above the current one, with which the step fits; found by planning, and
         remembered.
 
-        Raises `refused` where the user has set the number, passes microbatches or does not allow the lever
+        Raises `refused` where the user has set the number, passes a list of microbatches or does not allow the lever
         "microbatch"; a `BudgetError` that says so where the model has batch statistics, which each piece would compute
         separately; and, where not even single samples fit, the error that names the smallest budget."""
         planned = session_of(self.model)

@@ -79,7 +79,7 @@ def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
     schedulers = tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
     for given in schedulers:
         if isinstance(given, ReduceLROnPlateau):
-            raise TypeError("ReduceLROnPlateau steps on a metric, not on steps; call its step(metric) yourself")
+            raise TypeError("ReduceLROnPlateau takes a metric, which TrainStep lacks; call its step(metric) yourself")
         if not all(callable(getattr(given, name, None)) for name in ("step", "state_dict", "load_state_dict")):
             raise TypeError(f"scheduler must be one of torch.optim.lr_scheduler or a list of them, not {given!r}")
         if getattr(given, "optimizer", optimizers[0]) not in optimizers:

@@ -226,7 +226,7 @@ class FollowUp:
             self._warn(number, float(result.loss))
 
     def forget(self) -> None:
-        """Drop the latest result if it was not acted on yet."""
+        """Drop the latest result if it was not acted on yet: no scheduler steps for it."""
         self._waiting = None
 
     def _warn(self, number: int, loss: float) -> None:

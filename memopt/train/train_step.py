@@ -175,8 +175,8 @@ class TrainStep:
         return StepResult(batch.mean_loss, scale, norm, verdict)
 
     def settle(self) -> None:
-        """Step the schedulers for the latest effective batch, unless that was done or the optimizers skipped it. The
-        next call does so too: call this after the last one."""
+        """Step the schedulers for the latest effective batch, unless that was done or the optimizers skipped it. Each
+        effective batch does so for the one before it, so call this once, after the last one."""
         self.follow_up.settle()
 
     def state_dict(self) -> StateDict:

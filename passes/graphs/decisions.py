@@ -84,8 +84,8 @@ MARKED: set[Any] = set()
 
 
 def mark_deciding(deciding: Any) -> None:
-    """Marks an operator (`torch.ops.library.name`, or one overload of it) as making discrete choices, as `topk` does.
-    Where it reads computed floating-point numbers, compiled steps, and those on a card, then never recompute it.
+    """Marks an operator (`torch.ops.library.name`, or one overload of it) as making discrete choices, as `topk` does:
+    compiled steps, and steps on a card, then never recompute a call of it that reads computed floating-point numbers.
 
     Call it before the model is optimised. Raises `TypeError` for anything but an operator."""
     if isinstance(deciding, OPERATOR_OVERLOAD):

@@ -80,7 +80,7 @@ def named_dims(given: Any, count: int) -> tuple[int, ...]:
 
 
 def graph_results(graph: Graph) -> tuple[Any, ...]:
-    """Returns what a graph returns, in order: nodes, and values that are none."""
+    """Returns what a graph returns, in order: nodes, and values that are not nodes, such as numbers."""
     results: Any = graph.output_node().args[0]
     return tuple(results)
 

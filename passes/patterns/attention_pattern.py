@@ -1,4 +1,5 @@
-"""Finds written-out attention, softmax(Q Kᵀ · scale + mask) V, and says why similar calls are none."""
+"""Finds written-out attention, softmax(Q Kᵀ · scale + mask) V, and says why similar calls are not
+attention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

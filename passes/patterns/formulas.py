@@ -216,7 +216,7 @@ def power_of(node: Node) -> float | None:
 
 
 def same_value(node: Any) -> Any:
-    """Returns the node whose value `node` returns unchanged, as through a cast to the dtype that the value has."""
+    """Returns the node that a chain of aliases and of casts to the same dtype, which ends in `node`, begins with."""
     while isinstance(node, Node) and is_idle(node):
         node = node.args[0]
     return node

@@ -149,7 +149,7 @@ def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
     if name == "unsqueeze":
         new: Any = node.args[1]
         if new % after.dim() == class_dim:
-            raise NoMatch(f"{node.name} makes a dimension that is not that of the classes")
+            raise NoMatch(f"{node.name} makes the dimension that the loss takes for the classes")
         return source, class_dim - (new % after.dim() < class_dim)
     return None
 
@@ -191,8 +191,8 @@ def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node
 
 
 def replace_class_size(reader: Node, value: torch.Tensor, class_dim: int) -> bool:
-    """If the call `reader` returns the size of `value` in its dimension of classes, replaces it by that number.
-    Otherwise, for a call that returns another size, changes nothing and returns False."""
+    """Replaces the call `reader`, which returns a size of the tensor `value`, by the number, and returns True, if that
+    is the size of the dimension of classes; else changes nothing and returns False."""
     dim: Any = reader.args[1]
     if dim % value.dim() != class_dim:
         return False

@@ -210,7 +210,8 @@ def class_dim_after(node: Node, source: Node, class_dim: int) -> int | None:
 
 
 def is_result(node: Node, source: Node, class_dim: int) -> bool:
-    """Returns whether a call reduces the classes of one of its inputs, or picks among them, in each row alone."""
+    """Returns whether a call reduces the classes of its input `source` (in dimension `class_dim`), or picks some of
+    them, for each row alone."""
     name, before = op_name(node), source.meta["val"]
     if not name or not isinstance(node.meta.get("val"), torch.Tensor) or mutated_arguments(node):
         return False

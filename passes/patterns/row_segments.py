@@ -1,8 +1,8 @@
 """Finds segments of a graph whose operators treat rows apart, so that they can run on a part of the rows at a time.
 
 A segment starts with one call and a dimension of its operands, whose indices are the rows, and grows along the graph's
-order. It ends in front of a call that reads one of its values and mixes rows, such as a convolution, in front of
-attention, and where later calls read only one of its values, no larger than its inputs, such as a residual stream.
+order. It ends in front of attention; in front of a call that reads one of its values and mixes rows, such as a
+convolution; and where later calls read only one of its values, no larger than its inputs, such as a residual stream.
 
 Each call of attention is a segment of its own, whose rows are heads: its backward sums gradients in temporary memory of
 the size of all its heads.
@@ -48,10 +48,10 @@ class RowSegment:
     edge_bytes: int = field(default=0, compare=False)
     """Bytes of the inputs and the outputs."""
     most_tiles: int | None = None
-    """The most tiles that it is split into; None: as many as are asked for."""
+    """The most tiles that the segment is split into; None: as many as are asked for."""
 
     def tiles(self, asked: int) -> int:
-        """Returns the number of tiles that it is split into where `asked` are asked for."""
+        """Returns the number of tiles that the segment is split into where `asked` are asked for."""
         return asked if self.most_tiles is None else min(asked, self.most_tiles)
 
     @property
@@ -64,8 +64,8 @@ class RowSegment:
 
 
 def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collection[int]) -> tuple[RowSegment, ...]:
-    """Returns the segments of an operator graph that are worth running in `tiles` tiles, or in fewer where they are
-    attention with fewer heads; in its order. None overlap.
+    """Returns the segments of an operator graph that are worth running in `tiles` tiles (attention: in at most as many,
+    by a divisor of its heads), in the graph's order. None overlap.
 
     Only calls that depend on a parameter are considered; `parameters` holds the positions of parameters among the
     graph's inputs."""
@@ -264,7 +264,7 @@ class _Growth:
 
 def can_join(node: Node, place: RowsPlace) -> bool:
     """Returns whether a value with rows at `place` can be put together from tiles: it is a tensor without gaps, and
-    where a dimension in front of the rows is merged with them, no other size is a symbol."""
+    either no view has merged the rows with a dimension in front of them, or only the number of rows is a symbol."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or memory_order(value) is None:
         return False

@@ -26,10 +26,9 @@ Operands: TypeAlias = tuple[tuple[Node, RowsPlace | None], ...]
 
 
 def row_operands(node: Node, place: RowsPlace) -> Operands | None:
-    """Returns, for rows along the dimension `place` of a call's result (or along a part of it, see `RowsPlace`), the
-    operands of the call, each with the dimension along which it has the same rows; None in its place if every row of
-    the result reads the whole operand. Returns None where the call is not known to compute each row from the same row
-    of its operands."""
+    """Returns the operands of a call whose result has rows at `place`: pairs of an operand and the place where it has
+    the same rows, which is None if every row of the result reads the whole operand. Returns None instead of pairs where
+    the call is not known to compute each row from the same row of its operands."""
     if node.target is operator.getitem:
         return ((node.args[0], place),) if isinstance(node.args[0], Node) else None
     name = op_name(node)
@@ -43,8 +42,8 @@ def row_operands(node: Node, place: RowsPlace) -> Operands | None:
 
 
 def row_result(node: Node, operand: Node, place: RowsPlace) -> tuple[RowsPlace, Operands] | None:
-    """Returns where the result of a call has the rows, and all its operands as `row_operands` does, given where the
-    operand `operand` has the rows; None where the call mixes rows."""
+    """Returns, for a call whose operand `operand` has rows at `place`, the place of these rows in its result, and all
+    its operands with theirs, as `row_operands` returns them; None where the call mixes rows."""
     value = next(tensors(node.meta.get("val")), None)
     if value is None:
         return None

@@ -69,7 +69,7 @@ WRONG = {
     ("small.py:small", "--shape", "input=4x0"): "a size of 0",
     ("small.py:small", "--shape", "input=4x64:int65"): "no dtype 'int65'",
     ("small.py:small", "--shape", "other=4x64"): "Linear takes no 'other'; its forward takes input",
-    ("small.py:small", "--shape", "input=4x64", "--shape", "4x64"): "--shape: name all or none",
+    ("small.py:small", "--shape", "input=4x64", "--shape", "4x64"): "--shape: name all inputs or none",
     ("two.py:sized", *STEP): "two.py:sized needs 'width'; give it with --set width=VALUE",
     ("two.py:Two", "--shape", "left=4x64"): "the forward of Two also needs right; give --shape right=SIZES:DTYPE",
     ("two.py:Two", "--shape", "4x64"): "the forward of Two also needs right; give --shape once for each, in order",

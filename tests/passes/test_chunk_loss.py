@@ -186,7 +186,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "another dimension as classes": (
         lambda x, w, y, b: F.cross_entropy(flat(F.linear(x, w, b)).unsqueeze(1), y.view(-1, 1).expand(-1, CLASSES) * 0),
-        "unsqueeze makes a dimension that is not that of the classes",
+        "unsqueeze makes the dimension that the loss takes for the classes",
     ),
     "softmax of the rows": (
         lambda x, w, y, b: F.nll_loss(F.log_softmax(flat(F.linear(x, w, b)), 0), y.view(-1)),

@@ -23,7 +23,7 @@ def test_the_added_time_has_it_where_no_gpu_computes_meanwhile() -> None:
     for context, told in ((0, True), (512 * 1024**2, False)):
         plan = make_plan(captured(), replace(ACCOUNT, context=context), 10**9)
         text = headline(plan)
-        assert ("guards and memopt's own work" in text) == told == (plan.host_seconds > 0)
+        assert ("for Dynamo's guards and memopt's Python code" in text) == told == (plan.host_seconds > 0)
         found = re.search(r"added time ([\d.]+)%", text)
         assert found is not None
         everything = (plan.added_seconds + plan.host_seconds) / plan.step_seconds

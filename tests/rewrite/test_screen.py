@@ -26,6 +26,7 @@ from passes import copy_graph_module
 from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 
+CHECKED = "values on a sample batch were checked against fp16's range: all values are within range"
 FP16, FP32 = torch.float16, torch.float32
 WIDTH = 32
 
@@ -113,7 +114,7 @@ def test_an_overflow_stays_out_and_the_step_is_finite(breaks: bool) -> None:
     gains = (1.0, 1e6)
     bad = without_screening(Net(gains, breaks=breaks))
     assert not finite(*train(bad, batch()))
-    assert "was not screened" in " ".join(memopt.plan_of(bad).notes)
+    assert "were not checked against fp16's range" in " ".join(memopt.plan_of(bad).notes)
 
     plain, _ = train(Net(gains, breaks=breaks), batch())
     model = memopt.optimize(Net(gains, breaks=breaks), 1, optimizer=None, precision="fp16")
@@ -151,9 +152,9 @@ def test_a_model_without_overflow_is_planned_as_before() -> None:
     without = memopt.plan(model, 1, meta, optimizer=None, precision="fp16")
     assert str(with_values.diff("precision")) == str(without.diff("precision"))
     assert with_values.predicted_peak_bytes == without.predicted_peak_bytes
-    assert "fp16 was screened on a sample batch: all values are within range" in with_values.notes
-    assert any("not screened on a sample batch, since the model was planned" in note for note in without.notes)
-    assert not any("screened" in note for note in memopt.plan(model, 1, batch(), precision="bf16").notes)
+    assert CHECKED in with_values.notes
+    assert any("not checked against fp16's range, since the plan was made" in note for note in without.notes)
+    assert not any("checked against" in note for note in memopt.plan(model, 1, batch(), precision="bf16").notes)
 
 
 @pytest.mark.parametrize("breaks", [False, slow(True)], ids=["whole", "regions"])
@@ -212,7 +213,7 @@ def test_without_room_for_it_nothing_is_run() -> None:
     assert peak.allocated_bytes < 2**20
     graph = OperatorGraph(attention(Sketch(), 1.0), frozenset())
     _, note = decide.screenings.decide(graph, lambda _: AssignPrecision(FP16)(graph.module))
-    assert re.search(r"was not screened .*in fp32 would hold \S+ MB where the budget leaves 512 kB; values may", note)
+    assert re.search(r"were not checked .*in fp32 would hold \S+ MB where the budget leaves 512 kB; they may", note)
 
 
 @pytest.mark.slow
@@ -222,7 +223,7 @@ def test_a_plan_without_values_and_the_step_after_it(fresh_plans: None) -> None:
     assert any("made without running the model on real values" in note for note in memopt.plan_of(model).notes)
     train(model, batch())
     notes = memopt.plan_of(model).notes
-    assert "fp16 was screened on a sample batch: all values are within range" in notes
+    assert CHECKED in notes
     assert not any("without running the model on real values" in note for note in notes)
 
 
@@ -235,7 +236,7 @@ def test_a_region_that_is_rewritten_otherwise_is_screened_in_part(fresh_plans: N
     added.meta["val"] = head.args[0].meta["val"]
     head.update_arg(0, added)
     decision = decider_of(model)(OperatorGraph(module, frozenset()))
-    assert any("was screened on a sample batch: in part" in note for note in decision.notes)
+    assert any("were checked against fp16's range: in part" in note for note in decision.notes)
     assert decision.reasons["linear_3"].startswith("fp32: its values reached")
 
 
@@ -269,7 +270,7 @@ def seen(step: Step) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("family", [item for item in FAMILIES if item.name != "moe"], ids=str)
 def test_families_do_not_overflow_as_they_are(family: Family) -> None:
     plan = memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, precision="fp16")
-    assert "fp16 was screened on a sample batch: all values are within range" in plan.notes
+    assert CHECKED in plan.notes
 
 
 def test_rules_with_fp16_are_screened_too() -> None:

@@ -54,8 +54,8 @@ def test_a_curve() -> None:
     assert_expected_inline(
         frontier.render(SmallCurve()).translate(IN_ASCII),
         """\
-Two[tiny], planned for h100: from 4 GB with nothing recomputed down to 2 GB (no schedule in this order holds
-less than 1.5 GB), added time as a share of 250 ms
+Two[tiny], planned for h100: from 4 GB with nothing recomputed down to 2 GB (no schedule that keeps the order
+of operators holds less than 1.5 GB), added time as a share of 250 ms
 The least added time for each budget
 +==========+==========+============+==========+===============+=========+
 |   budget |     peak | added time | at least | runs of an op | method  |

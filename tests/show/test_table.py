@@ -14,8 +14,8 @@ def test_golden() -> None:
     assert_expected_inline(
         render(made_up()).translate(IN_ASCII),
         """\
-Llama[tiny], planned for h100: from 4 GB with nothing recomputed down to 2 GB (no schedule in this order holds
-less than 1.5 GB), added time as a share of 250 ms
+Llama[tiny], planned for h100: from 4 GB with nothing recomputed down to 2 GB (no schedule that keeps the
+order of operators holds less than 1.5 GB), added time as a share of 250 ms
 The least added time for each budget
 +==========+==========+============+==========+===============+=======================+
 |   budget |     peak | added time | at least | runs of an op | method                |

@@ -15,7 +15,7 @@ function drawSummary() {
       : [size(plan.plain.peak), "peak with nothing recomputed"],
     [
       `+${share(plan.added + plan.own)}`,
-      `time added to ${duration(micros)}${plan.own < 0.0005 ? "" : `, ${share(plan.own)} of it guards and memopt's own work`}; no plan adds less than ${share(plan.bound + plan.own)}`,
+      `time added to ${duration(micros)}${plan.own < 0.0005 ? "" : `, including ${share(plan.own)} for Dynamo's guards and memopt's Python code`}; no plan adds less than ${share(plan.bound + plan.own)}`,
     ],
   ];
   if (plan.moved)
