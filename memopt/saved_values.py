@@ -97,7 +97,7 @@ def set_aside(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is so small, and plain, that it is copied before each forward."""
+    """Whether a tensor is small enough to be copied before each forward, and plain (see `special_kind`)."""
     return not special_kind(tensor) and tensor.nbytes <= _COPIED_BYTES
 
 
@@ -122,7 +122,7 @@ def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
-    """A context after which those of `tensors` that were written to in it have their old values again; their positions
+    """A context after which those of `tensors` that its block wrote to have their old values again; their positions
     in `tensors` are added to `written`. Copies of all are held in host memory during the block. Of sparse and nested
     tensors, the tensors inside are restored. Other tensor subclasses, and tensors on "meta" or made in inference mode,
     are skipped."""

@@ -43,7 +43,8 @@ class FoundLoss:
 
 
 def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
-    """Returns the losses of an operator graph in its order, each with the reason if `ChunkLoss` cannot rewrite it."""
+    """Returns the losses of an operator graph, in the order of its nodes, each with the reason if `ChunkLoss` cannot
+    rewrite it."""
     found = {}
     for loss, match, reason in _matches(_rolled(graph_module).graph):
         weight = ""

@@ -1,4 +1,4 @@
-"""Memory locks: the figures of a training step and their rows, kept in a file, compared with a later version of it."""
+"""Memory locks: the figures of a training step and their rows, in a file, compared with later versions of the step."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
         f"GPU {history.device}: at most {size(history.peak_bytes)} allocated at once; at the end {end}",
         rows,
         lines,
-        "What memopt would do about these rows",
+        "What memopt would do about each row",
         *advice,
         plan,
     ]

@@ -78,7 +78,7 @@ class AssignPrecision:
 
     @property
     def sum_in_fp32(self) -> frozenset[str]:
-        """The operators of `KERNELS_SUM_IN_FP32` whose kernels do so on this device."""
+        """The operators of `KERNELS_SUM_IN_FP32` whose kernels sum in fp32 on this device, too."""
         return KERNELS_SUM_IN_FP32 - self.sums_in_16_bits
 
     def __call__(self, graph_module: fx.GraphModule) -> PrecisionPlan:

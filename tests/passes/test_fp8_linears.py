@@ -100,7 +100,7 @@ def test_fp32_is_refused() -> None:
 def test_other_calls_and_scalings_are_refused() -> None:
     with pytest.raises(PassError, match="it is no linear layer"):
         Fp8Linears(frozenset({"to"}))(layers())
-    with pytest.raises(ValueError, match="not by 'often'"):
+    with pytest.raises(ValueError, match="block, mx, not 'often'"):
         Fp8Linears(frozenset(), "often")
 
 
