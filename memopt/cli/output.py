@@ -98,7 +98,7 @@ def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """The numbers of a plan for JSON: bytes, seconds, GB of 1024³ bytes, and shares as fractions, by name."""
-    from memopt.device.time_model import MEASURED_TIMES
+    from memopt.device.time_model import measured_seconds
     from memopt.show.report import AS_CAPTURED, before_all
 
     return {
@@ -113,7 +113,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "added_time": plan.added_time,
         "added_time_at_least": plan.bound,
         "own_work": plan.host_share,
-        "step_seconds_measured": [times * plan.step_seconds for times in MEASURED_TIMES],
+        "step_seconds_measured": measured_seconds(plan.step_seconds + plan.added_seconds),
         "method": plan.method,
         "levers": [*plan.levers, *["recompute"] * any(row.recomputed_ops for row in plan.modules)],
         "optimizer_levers": list(plan.proposals),

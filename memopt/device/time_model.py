@@ -38,6 +38,13 @@ MEASURED_TIMES = 0.55, 1.63
 """The smallest and the largest ratio of a step's measured time to its time by this model, of twelve steps on a CPU by
 its guessed rates and one on an H100 by its data sheet (1.08): benchmarks/results, step_time and first_day_h100."""
 
+
+def measured_seconds(seconds: float) -> tuple[float, float]:
+    """The least and the most seconds that a step of so many by this model was measured to take."""
+    least, most = MEASURED_TIMES
+    return least * seconds, most * seconds
+
+
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
 _MISALIGNED = 5.0
 

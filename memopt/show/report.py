@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from memopt.device.time_model import MEASURED_TIMES
+from memopt.device.time_model import measured_seconds
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
 from memopt.planning.plan import Plan, ReceiptRow
@@ -114,8 +114,8 @@ def headline(plan: Plan) -> str:
 
 def _added(plan: Plan) -> str:
     """The added time in words, with the part of guards and memopt's own code, the lower bound, and the range of times
-    to expect of a step."""
-    fastest, slowest = (duration(times * plan.step_seconds) for times in MEASURED_TIMES)
+    to expect of a planned step."""
+    fastest, slowest = map(duration, measured_seconds(plan.step_seconds + plan.added_seconds))
     own = f"{plan.host_share:.1%} for Dynamo's guards and memopt's Python code"
     own = f"including {own}, " if plan.host_share >= _NOTABLE else ""
     return (

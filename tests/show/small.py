@@ -30,6 +30,7 @@ class SmallPlan:
     planned: Breakdown = PLANNED
     step_seconds: float = 0.25
     added_time: float = 0.2
+    added_seconds: float = 0.05
     bound: float = 0.1
     host_bytes: int = 30 * MB
     decisions: tuple[()] = ()

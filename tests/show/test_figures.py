@@ -16,9 +16,9 @@ def test_a_plan() -> None:
         report.render(SmallPlan()).translate(IN_ASCII),
         """\
 Two[tiny], planned for h100 with min cut: peak 1 GB, 50.0% of the budget of 2 GB (as captured 3 GB), added
-time 20.0% of 250 ms (no plan adds less than 10.0%; expect a step of 138 ms to 408 ms)
+time 20.0% of 250 ms (no plan adds less than 10.0%; expect a step of 165 ms to 489 ms)
 offloaded: 60 MB per step are copied to the host and back, at most 30 MB at a time; compute waits 2 ms for the
-copies
+copies: the link to the host bounds the step
 Where every byte goes at the peak
 +==========================+====================+=========+
 | row                      | nothing recomputed | planned |

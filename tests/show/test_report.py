@@ -46,7 +46,7 @@ def test_golden() -> None:
         render(plan()).translate(IN_ASCII),
         """\
 Llama[tiny], planned for h100 with min cut, polished: peak 1.68 GB, 84.2% of the budget of 2 GB (as captured 3
-GB), added time 20.0% of 250 ms (no plan adds less than 16.0%; expect a step of 138 ms to 408 ms)
+GB), added time 20.0% of 250 ms (no plan adds less than 16.0%; expect a step of 165 ms to 489 ms)
 Where every byte goes at the peak
 +========================+====================+=========+
 | row                    | nothing recomputed | planned |
