@@ -144,8 +144,9 @@ class Operators:
             raise NothingToRewrite(tuple(note for decision in labelled for note in decision.notes))
 
     def spans(self) -> Iterator[tuple[tuple[str, ...], Mapping[str, str], fx.GraphModule, fx.GraphModule]]:
-        """For each pass, in order: its name in a tuple, the reasons for its changes by node name, and the graphs before
-        and after it. All passes of a decision whose pipeline has a label come as one item, with all their names."""
+        """Yields for each pass, in order: its name in a tuple, the reasons for its changes by node name, and the graphs
+        before and after it. The passes of a `Decision.pipeline` that has a `Pipeline.label` are yielded as one item:
+        all their names, and the graphs before the first and after the last of them."""
         start = 0
         for decision in self.decisions:
             names = [inner[-1] for inner in _names(decision.pipeline)]

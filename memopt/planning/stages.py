@@ -92,7 +92,10 @@ class Recorded:
         compiled code holds beyond the peak of its schedule. Raises `CaptureError` as `trace` does."""
         lever_sets = self.planner.terms.lever_sets
         for number, levers in enumerate(lever_sets, 1):
-            say(f"{levers.levers[-1] if levers.levers else 'no lever'}, {number} of at most {len(lever_sets)}")
+            say(
+                f"lever set {number} of at most {len(lever_sets)}, which adds "
+                f"{levers.levers[-1] if levers.levers else 'no lever'}"
+            )
             try:
                 traced = self.trace(levers)
             except NothingToRewrite as nothing:

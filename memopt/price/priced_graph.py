@@ -272,16 +272,17 @@ ALONE = GraphUse()
 
 
 def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]) -> PricedGraph:
-    """The priced region `number` of a call, with the bytes of eager code before and during its forward and backward.
+    """The priced region `number` of a call, with further ops and storages for what eager code holds around it.
 
-    The most that eager code holds before the forward or the backward becomes the workspace of an extra op. What it
-    holds while one of them runs becomes an extra storage that lives as long. The last region gets one more storage, for
-    what eager code holds between its forward and its backward.
+    The most that eager code holds before the region's forward, and before its backward, becomes the workspace of one op
+    each. What it holds while the forward or the backward runs becomes a storage that lives as long.
 
     Args:
-        eager: the bytes around each region, and a last entry for the whole call: `before` has those held after the last
-            backward, `during` those at the end of the call's forward, and `before_backward` those between the last
-            region's forward and that end.
+        eager: an entry for each region, then one for the whole call, whose fields have another meaning there. `before`
+            is the most held after the call's last backward (which is the first region's: its problem gets an op for
+            that). `before_backward` is the most held between the last region's forward and the end of the call's, and
+            `during` what is held from then until the last region's backward (whose problem gets an op and a storage
+            for these).
     """
     problem, own, around = priced.problem, eager[number], eager[-1]
     last = number == len(eager) - 2

@@ -203,9 +203,11 @@ class PlansOfPaths:
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
     def fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> Executable:
-        """The plan, ready to run, for a call on one of `paths`, which fits the budget together with all else on the
-        device. `freed`: under FSDP2, where this plan may keep blocks gathered, the plan of the same call that frees all
-        of them. Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured."""
+        """A plan, ready to run, by which the call takes one of `paths`; it fits the budget together with all else on
+        the device, and is made if no known plan does. `freed`: if FSDP2 keeps blocks gathered until the backward, the
+        plan of the same call that keeps none; a new plan shows the smallest budget and the frontier of `freed`.
+
+        Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured."""
         try:
             make = partial(self._plan_for, in_progress.call, paths, freed)
             return in_progress.fitting(lambda situation, _: make(situation), lambda: self._known(paths.calls[0]))

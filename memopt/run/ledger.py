@@ -349,8 +349,9 @@ class Ledger(ModelsOnDevice):
         return looked.found.other + (0 if level is None else min(0, level - looked.level))
 
     def most_elsewhere(self, moment: Moment) -> int:
-        """The most bytes elsewhere that the latest searches at moments of the same `Moment.kind` found. Where garbage
-        was freed since, `at_most` may return fewer."""
+        """The most bytes elsewhere that any of the last few searches of the device found, at moments of the same
+        `Moment.kind` as `moment`; 0 if there was none. Some of these bytes may have been freed since. The device is not
+        searched now. Where the user gave the bytes elsewhere (`elsewhere_gb`), these are returned."""
         _, looked = self._level(moment)
         return moment.entry.fixed_bytes or (0 if looked is None else looked.most)
 

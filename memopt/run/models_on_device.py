@@ -132,10 +132,13 @@ class ModelsOnDevice:
         return sorted(found, key=attrgetter("number"))
 
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
-        """`refused`, the error of a call, with a budget in which the steps of all optimised models fit at the same
-        time: each by the plan that holds least, or as guessed where it has no plan yet, and never more than all of them
-        need with nothing recomputed. Models whose backward has run before, and that hold nothing now, are left out:
-        their steps run at another time. `plain` returns what the call needs without a plan."""
+        """The error to raise for a call in place of `refused`: it names a budget in which the steps of the other
+        optimised models fit too, at the same time.
+
+        Each of these steps counts as by its plan that holds least, or is guessed where it has no plan yet. Models whose
+        backward has run before, and that hold nothing now, are left out, as their steps run at another time; `refused`
+        is returned if no other model is left. `plain` takes a budget and returns what the call holds without a plan;
+        where it returns something, no larger budget is named than all steps need with nothing recomputed."""
         others = [other for other in self.others_training(entry) if other.held_bytes or not other.trained]
         if not others:
             return refused

@@ -371,7 +371,7 @@ class PendingForward(WaitingPlanned):
             one.judged = False
 
     def is_in_backward(self) -> bool:
-        """Whether the running backward goes through this forward."""
+        """Whether the running backward has reached this forward."""
         return self._backward == current_backward()
 
     def after_backward(self) -> None:

@@ -167,7 +167,8 @@ class Share:
         return bool(self._free((self.entry,)) or self.free_others())
 
     def free_others(self) -> int:
-        """As `free_waiting`, for forwards of other optimised models alone; returns the bytes freed."""
+        """Make waiting forwards of other optimised models free what they saved and compute it again in their backward;
+        returns the bytes freed."""
         return self._free([one for one in self.ledger.entries if one is not self.entry])
 
     def _free(self, entries: Iterable[Entry]) -> int:

@@ -81,8 +81,8 @@ def diff_of(
 def diff_between(
     plan: Plan, own: PlanDiff, other: Plan, others: PlanDiff, of_stage: Callable[[str], StageDiff]
 ) -> PlanDiff:
-    """The diff of two plans, with a title that names both: the changes of `own` and `others`, which are those of each
-    plan to the captured step, that only one of the two has. `of_stage` is as in `PlanDiff`."""
+    """The changes that only one of two plans makes, with a title that names both plans. `own` has all changes that
+    `plan` makes to the captured step, and `others` all that `other` makes. `of_stage` is a field of `PlanDiff`."""
     title = (
         f"{plan.model} on {plan.hardware}: + is done only by the plan within {_budget(plan)}, "
         f"- only by the plan within {_budget(other)}"

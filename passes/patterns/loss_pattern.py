@@ -229,7 +229,7 @@ def _check_shapes(match: LossMatch) -> None:
     if bias is not None and tuple(bias.meta["val"].shape) != (classes,):
         raise NoMatch("the bias of the linear layer is not a vector with one number for each class")
     if match.path.formula.bias is not None and match.linear.bias is not None:
-        raise NoMatch("the linear layer has two biases")
+        raise NoMatch("a bias is added to the result of the linear layer, which adds one itself")
 
 
 def bytes_in_fp32(logits: Node) -> int | None:
