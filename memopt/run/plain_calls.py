@@ -23,7 +23,7 @@ from memopt.compat.autograd import FREED, Retention, keeps_graph, next_node_numb
 from memopt.compat.modules import Parts
 from memopt.compat.operators import tree_leaves
 from memopt.compat.saved_tensors import checkpoint_around
-from memopt.compat.tensors import weak_storages
+from memopt.compat.tensors import special_kind, weak_storages
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.lru import LruCache
 from memopt.planning.call_planner import CallPlanner
@@ -303,8 +303,9 @@ class PlainCalls(PlainCounter):
                 account=fitting.account,
                 peak_bytes=step.peak_bytes,
                 outputs=tuple(weak_storages(outputs)),
-                runs_plain_from=partial(self.runs_from, on_meta(call), now.situation),
             )
+            if not any(map(special_kind, tensors_in(call))):  # such a tensor cannot be on "meta"
+                forward.runs_plain_from = partial(self.runs_from, on_meta(call), now.situation)
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
             waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model
