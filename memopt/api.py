@@ -330,7 +330,7 @@ def remove(model: Model) -> Model:
 def training_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a batch by the `loss_fn` that the model was optimised with, computed with the model as one planned
     region. The batch is `(inputs, targets)`, or whatever a `loss_fn` that takes the model expects. Raises `ValueError`
-    without one."""
+    for a model that was not optimised with a `loss_fn`."""
     session = session_of(model)
     if session is None or session.with_loss is None:
         raise ValueError("training_loss needs a model optimised with a loss_fn; without one, call the model itself")

@@ -83,8 +83,8 @@ class Account:
     state_blocks: tuple[int, ...] = field(default=(), repr=False)
     """The bytes of each tensor of `optimizer_state` on a GPU, in the order in which the optimizer makes them."""
     card_state: CardState | None = field(default=None, repr=False)
-    """Where a step is planned for the card that this process uses, the blocks that torch's allocator held then: many of
-    the bytes above lie there already. None otherwise."""
+    """The blocks that torch's allocator held when the step was planned, if it was planned for the card that this
+    process uses: many of the bytes above lie in them already. None otherwise."""
 
     @property
     def resident_bytes(self) -> int:
@@ -109,7 +109,8 @@ class Account:
 
     @property
     def by_segments(self) -> tuple[Account, ...]:
-        """The account for each kind of segments that a plan may have torch's allocator use, ordinary ones first."""
+        """The accounts to plan with, one for each kind of segments that a plan may have torch's allocator use: ordinary
+        ones, then expandable ones. This account alone where a plan has no choice."""
         if not (self.caching and self.may_expand):
             return (self,)
         return tuple(replace(self, expandable=expandable, may_expand=False) for expandable in (False, True))
@@ -146,9 +147,9 @@ def account_of(
 ) -> Account:
     """The account of training `model` on `inputs` with `optimizer` (class, instance, name or None) on a device.
 
-    `trains` says which trainable parameters get a gradient in this step, `steps` which may have one when the optimizer
-    steps, from this call or another; by default the same. For all other parameters, state counts where an optimizer
-    instance already holds some. `live` describes the optimizer of that class that will step the parameters, if it
+    `trains` says which trainable parameters get a gradient in this step. `steps`, by default the same, says which may
+    have one when the optimizer steps, from this call or another; for all others, the optimizer's rows have only state
+    that an instance already holds. `live` describes the optimizer of this class that will step the parameters, if it
     exists already. `count` returns the bytes that an optimizer holds.
 
     Sizes are rounded up to the device's blocks, on CUDA of 512 bytes. The allocator's further rounding and

@@ -152,7 +152,7 @@ class AllocatorPeaks:
     allocated_bytes: int
     reserved_bytes: int
     releases: int
-    """How often it returns memory to the card, which then waits; 0 without a limit."""
+    """How often it returns memory to the card, whose kernels must end first; 0 without a limit."""
 
 
 def replay(
@@ -217,10 +217,10 @@ def replay_with_spare(
     expandable_segments: bool,
     limit_bytes: int,
 ) -> AllocatorPeaks:
-    """The peaks of the allocator with `limit_bytes` less the margin `spare`: the largest over all `ways` in which a
-    step may allocate and free. The step must also fit with half of the margin and with the whole limit; with the whole
-    limit also with and without copies of the inputs, as a region's first run makes them, and with and without `rising`
-    (see `CachingAllocator`).
+    """The peaks of the allocator when the margin `spare` of `limit_bytes` stays free: the largest over all `ways` in
+    which a step may allocate and free. The step must also fit when half of the margin stays free, and when nothing
+    does. The latter is replayed with and without copies of the inputs, as a region's first run makes them, and with and
+    without `rising` (see `CachingAllocator`).
 
     All this is tried because the limit decides when the allocator returns segments, and so where blocks lie: a process
     may run out of memory with a larger limit and not with a smaller one. The limit also decides which blocks are a

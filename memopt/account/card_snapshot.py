@@ -66,8 +66,9 @@ class _Owners:
 
 
 def owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.device) -> _Owners:
-    """The blocks of memory on a device (bytes by address) of a model and the inputs of its call, of its gradients, of
-    its optimizers' state, and of all tensors of the process."""
+    """Which memory on a device belongs to what, as bytes by address: to the parameters and buffers of a model and the
+    inputs of its call, to its gradients, to the state of its optimizers, to any tensor of the process. Also the
+    addresses of the copies from which a call of the model can be undone."""
     objects = live_objects(torch.Tensor, torch.optim.Optimizer)
     ids = set(map(id, model.parameters()))
     own = [one for one in objects if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
@@ -88,7 +89,9 @@ def state_of(
     segments: Iterable[Mapping[str, Any]], owners: _Owners, libraries: Sequence[int], stream: int
 ) -> CardState:
     """The state of torch's allocator as a step on the CUDA stream `stream` finds it, from `segments` as
-    `torch.cuda.memory_snapshot` returns them. `libraries` has the bytes of cuBLAS's workspaces."""
+    `torch.cuda.memory_snapshot` returns them. `owners` says what a block holds. A block of no known tensor is a
+    workspace of cuBLAS if it has one of the sizes in `libraries`: the bytes of the workspaces that cuBLAS may have
+    allocated."""
     held: list[HeldSegment] = []
     counts: Counter[Kind] = Counter()
     missing, found = Counter(map(rounded_bytes, libraries)), []

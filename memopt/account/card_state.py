@@ -60,7 +60,7 @@ class CardState:
     apart_bytes: int = 0
     """The bytes of the segments of other streams and pools, from which a step gets no block."""
     apart_allocated_bytes: int = 0
-    """The bytes of the blocks in these that are not free."""
+    """The bytes of the blocks in the segments of `apart_bytes` that are not free."""
 
     @cached_property
     def other_bytes(self) -> int:

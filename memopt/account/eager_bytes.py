@@ -33,9 +33,10 @@ from memopt.device.workspace_rules import SCALARS
 def allocated_bytes(device: torch.device) -> int | None:
     """The bytes that are allocated now: on CUDA by torch, on the CPU by `malloc` in the whole process, for any purpose.
 
-    On CUDA they are the bytes requested: blocks that the allocator does not split are up to a megabyte larger, which is
-    in the account's row for the rounding of blocks. On the CPU only differences between two readings are of use, and a
-    few kB of them are Python's own. None on other devices, and on the CPU without glibc 2.33 or later."""
+    On CUDA they are the bytes requested. Blocks that the allocator does not split are up to a megabyte larger; the
+    account has the difference in its row for the rounding of blocks. On the CPU only differences between two readings
+    are of use, and a few kB of them are Python's own. None on other devices, and on the CPU without glibc 2.33 or
+    later."""
     kind = device_of(device)
     if kind.caching:
         return kind.requested_bytes(device)
@@ -48,9 +49,9 @@ def allocated_bytes(device: torch.device) -> int | None:
 class AllocationLimit:
     """An upper bound on the bytes that the tensors of this process hold, read 100 times faster than `allocated_bytes`.
 
-    The first reading asks `malloc` how much it can allocate before it maps more memory. Later the process cannot have
-    allocated more than that plus what it has mapped since. Shared memory, which `malloc` does not know, counts with its
-    resident pages."""
+    At the first reading `malloc` tells how much it has allocated, and how much more it can allocate before it maps more
+    memory. Each reading is the sum of both and of what the process has mapped since the first one. Shared memory, which
+    `malloc` does not know, counts with its resident pages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -198,7 +199,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return self.eager_workspace(call)
 
     def eager_workspace(self, call: OpCall) -> int:
-        """The bytes that the kernel of a call allocates for itself and frees before it returns."""
+        """The bytes that the kernel of a call allocates for itself and frees before it returns, found as
+        `workspace_bytes` says."""
         return eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - self.live_bytes)
 
     def raise_peak(self, workspace_bytes: int) -> None:
@@ -213,7 +215,7 @@ class PlainTensorBytes(EagerBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does, for plain tensors instead of fake ones."""
 
     def exclude(self, tensors: Any) -> None:
-        """Do not count tensors that existed before counting began."""
+        """Leave these tensors out of the count, unless they are counted already: they existed before counting began."""
         LiveBytes.exclude(self, tensors)
 
 
@@ -313,8 +315,8 @@ class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._device_type = None  # numbers in the host's memory count too
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result. An elementwise operator that writes to its first argument is not run: on "meta" it
-        would have no effect."""
+        """The operator's result. An elementwise operator that writes to its first argument is not run, since on "meta"
+        it would have no effect: its result is that argument."""
         in_place = torch.Tag.pointwise in func.tags and schema_of(func).name.endswith("_")
         if in_place and args[0].is_meta:
             self.kernels.add(schema_of(func).name)

@@ -67,9 +67,10 @@ def look(
     """Search a device for tensors other than those of a model, its gradients, its optimizers' state and its current
     call.
 
-    The first search goes through all of Python's objects, in about 0.2 seconds for half a million of them
-    (`live_objects`). On CUDA the allocator's count adds what no Python object holds. On the CPU, memory that only C++
-    holds is missed; of the activations that a plain model saved, only those are found that its modules passed on.
+    The first search in a process goes through all of Python's objects, in about 0.2 seconds for half a million of them;
+    later ones are faster (`live_objects`). On CUDA the allocator's count adds what no Python object holds. On the CPU,
+    memory that only C++ holds is missed; of the activations that a plain model saved, only those are found that its
+    modules passed on.
 
     Args:
         own: further tensors that the account of the step includes: the call's inputs, and the copies that are kept so

@@ -74,7 +74,8 @@ class OptimizerCopy:
         self._home, self._addresses = device.type, set[int]()
 
     def of(self, optimizer: Optimizer) -> Optimizer:
-        """The copy of `optimizer`: the one to be copied, or one that it holds inside."""
+        """Copy an optimizer, the one that this object is for or one that it holds inside, and return the copy. Adds to
+        `copied` and `made`."""
         same = self._note(optimizer, object.__new__(type(optimizer)))
         self.copied.append(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -211,8 +212,8 @@ class OptimizerCopy:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """A context in which the originals have no parameters and no state, so that code of a copy that still refers to
-        an original steps nothing."""
+        """A context in which the optimizers in `copied`, the originals, have no parameters and no state, so that code
+        of a copy that still refers to an original steps nothing."""
         own = [(vars(one), {name: vars(one)[name] for name in _EMPTY if name in vars(one)}) for one in self.copied]
         for attributes, held in own:
             attributes.update({name: empty() for name, empty in _EMPTY.items() if name in held})

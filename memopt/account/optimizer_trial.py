@@ -101,7 +101,7 @@ def optimizer_on_fakes(
 
 def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optimizer:
     """The optimizer that `optimizer` (class, instance, function or name) makes with the stand-ins `fakes` as its
-    parameters.
+    parameters; of an instance a copy, with its state on `device`.
 
     Raises `ValueError` where `optimizer` makes no optimizer, or cannot be made from the parameters alone."""
     if isinstance(optimizer, Optimizer):
@@ -126,10 +126,11 @@ def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optim
 
 
 def fused(optimizer: OptimizerLike) -> OptimizerLike:
-    """The same optimizer with torch's fused kernels, which need no temporaries; an instance is not changed.
+    """The same optimizer with torch's fused kernels, which need no temporaries: of an instance a shallow copy, of all
+    else a function that takes the parameters.
 
-    None where the optimizer uses fused kernels already, or has no such option. Raises `ValueError` as `trial` does.
-    """
+    None where the optimizer uses fused kernels already, has no such option, or is None. Raises `ValueError` as `trial`
+    does."""
     if optimizer is None:
         return None
     groups = (optimizer if isinstance(optimizer, Optimizer) else trial(optimizer, {}, HOST)).param_groups
@@ -208,8 +209,8 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
-    """A context after which the parameters, the state and the options of an optimizer are as they were before it, in
-    the same tensor objects; a copy of the values takes host memory meanwhile."""
+    """A context that at its end gives the parameters, the state and the options of an optimizer the values that they
+    had at its start, in the same tensor objects. A copy of these values takes host memory meanwhile."""
     written = {id(tensor): tensor for tensor in [*parameters_of(optimizer), *state_tensors(optimizer)]}
     values = [(tensor, tensor.detach().to(HOST, copy=True)) for tensor in written.values()]
     same = partial(tree_map, lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf))
@@ -247,7 +248,8 @@ class LiveOptimizer:
         return cls(type(optimizer), order, all(group.get("fused") is True for group in optimizer.param_groups))
 
     def like(self, optimizer: OptimizerLike) -> OptimizerLike:
-        """`optimizer`, which is a class, with fused kernels where this live optimizer uses them."""
+        """A function that makes this optimizer's class with fused kernels, if this optimizer uses them; else
+        `optimizer`, which is that class or its name."""
         if not self.fused:
             return optimizer
         make: Any = self.kind

@@ -88,8 +88,9 @@ class Sharding:
         return root + 2 * max((group.gathered_bytes for group in self.blocks), default=0)
 
     def kept_bytes(self, count: int) -> int:
-        """The bytes, beyond `gathered_bytes`, that it takes to keep the last `count` blocks gathered until their
-        backward: then all of these exist at once, and one buffer into which another block is gathered."""
+        """The bytes beyond `gathered_bytes` that it takes to keep the last `count` blocks gathered until their
+        backward. The parameters of these blocks then exist at once, and one buffer into which another block is
+        gathered."""
         kept = [group.gathered_bytes for group in self.blocks[len(self.blocks) - count :]] if count else []
         largest = max((group.gathered_bytes for group in self.blocks), default=0)
         return max(0, sum(kept) - largest)
@@ -106,8 +107,9 @@ class Sharding:
     def account(
         self, account: Account, optimizer: Any, card: Hardware, trains: Callable[[torch.Tensor], bool]
     ) -> Account:
-        """The account of one card, from that of the whole step: shards in place of whole parameters, gradients and
-        optimizer state, and rows for gathered parameters and for the buffers of exchanges."""
+        """The account of one card, from `account`, that of the whole step: shards in place of whole parameters,
+        gradients and optimizer state, and rows for gathered parameters and for the buffers of exchanges. `trains` says
+        which parameters get a gradient."""
         trained = self.shards(one for one in self.parameters if one.requires_grad and trains(one))
         state = optimizer_account(optimizer, trained, card.device_type)
         return replace(

@@ -75,7 +75,8 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return tree_unflatten([self._result(leaf, given) for leaf in kernel.results], kernel.structure)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """An upper bound, from a rule, on the bytes of workspace that the kernel of the latest operator takes."""
+        """An upper bound, from a rule, on the bytes of workspace of the kernel that `run` was last called for; the
+        arguments are not used."""
         return self._workspace_bytes
 
     def _kernel(self, call: OpCall) -> _Kernel:

@@ -214,9 +214,9 @@ class CallerModes:
     types: tuple[tuple[str, torch.dtype], ...]
     """The device types for which autocast is on, each with its dtype."""
     cached: bool
-    """Whether casts of weights are kept until the outermost block ends."""
+    """Whether casts of weights are kept until the outermost autocast block ends."""
     within: bool = False
-    """Whether there is such a block around the code, which need not switch autocast on."""
+    """Whether the code is in an autocast block, even one that switches autocast off."""
     attention: tuple[SDPBackend, ...] = ()
     """The kernels that `scaled_dot_product_attention` may choose from (`torch.nn.attention.sdpa_kernel`)."""
 

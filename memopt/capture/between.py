@@ -146,8 +146,8 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """The bytes that the operator's kernel may hold besides its arguments and results; 0 in `planned()` blocks.
-        They are found by a rule, or by running the kernel once more on made-up values: the values of a dry run are
-        arbitrary, and the workspace of some kernels depends on values."""
+        They are an upper bound from a rule. On the CPU, where that bound would raise the peak, they are measured in one
+        more run of the kernel, on made-up values: those of a dry run are arbitrary anyway."""
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
         if (
             self._planned
@@ -183,8 +183,8 @@ def stand_in(
     region: fx.GraphModule, forward: Callable[..., Any], between: Between, number: int, arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Run a region on `arguments` as one opaque autograd function, and return its outputs, which `forward` computes.
-    `number` is the number of the run. Of all that its forward and backward allocate, `between` counts only the
-    gradients that are passed on to other code."""
+    `number` is what `between.begin_run()` returned for this run. Of all that the function's forward and backward
+    allocate, `between` counts only the gradients that are passed on to other code."""
     run: Any = _StandIn.apply
     return run(region, forward, between, number, *arguments)
 

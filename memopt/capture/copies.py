@@ -37,7 +37,8 @@ _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 def with_copies(standing: Standing, *, marked: bool) -> fx.GraphModule:
     """The joint graph of `standing`, with a copy of a traced block in the place of each block that was not traced. With
-    `marked`, nodes keep the names of the operators that they were traced from, which `traced_from` returns."""
+    `marked`, nodes keep the names of the operators that they were traced from, which `traced_from` returns; else these
+    marks are removed."""
     return _Copier(standing, marked).copied()
 
 

@@ -217,12 +217,11 @@ def without_limit(graph: fx.Graph) -> frozenset[str]:
 
 
 def limits_by_operators(graph: fx.Graph, names: Collection[str], largest: Mapping[str, int]) -> dict[str, int]:
-    """Upper limits, by symbol name, of those symbols in `names` that count the elements of a tensor which a mask
-    selects, or which are not zero. Each limit is the number of all elements. `largest` has the values of the symbols in
-    the shapes.
+    """Upper limits, by symbol name, of those symbols in `names` that count the elements which a mask selects from a
+    tensor, or the elements of a tensor that are not zero. Each limit is the number of all elements. Where that depends
+    on symbols itself, `largest` has their largest values by name.
 
-    A mask may be applied in the backward only, so that no run of the forward shows how many elements it selects.
-    """
+    A mask may be applied in the backward only, so that no run of the forward shows how many elements it selects."""
     found: dict[str, int] = {}
     for node, symbols in new_symbols(graph):
         if node.target in _SELECTING and (counted := [name for name in symbols if name in names]):

@@ -130,8 +130,9 @@ class DryRun:
         )
 
     def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
-        """Run the backward from the call's outputs to `parameters`, to count what eager code holds there. No `.grad`
-        changes and no hook on a parameter's gradient runs, except that FSDP2 sets `.grad` of gathered parameters."""
+        """Run the backward from the call's outputs to `parameters`, to count what eager code holds meanwhile. Sets
+        `held_bytes`, `returned_bytes`, `returning_bytes` and `eager`. No `.grad` changes and no hook on a parameter's
+        gradient runs, except that FSDP2 sets `.grad` of gathered parameters."""
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         roots = [tensor for tensor in tensors if tensor.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots

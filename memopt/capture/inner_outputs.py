@@ -96,17 +96,17 @@ class TensorKind(NamedTuple):
 
 
 class GradientSource(Protocol):
-    """Computes the gradients of outputs from which other outputs are computed."""
+    """Computes the gradients of inner outputs, those from which a region computes other outputs."""
 
     def gradient_by(
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
     ) -> torch.Tensor:
-        """The whole gradient of the output at `position`, a tensor of this kind: from `given`, the gradients of other
-        outputs by their positions, and `own`, the one that arrives at the output itself, if any does.
+        """The whole gradient of the inner output at `position`, a tensor of the shape, dtype and device in `kind`.
+        `given` has the gradients of outputs computed from it, by their positions; `own` is the gradient that arrives at
+        the inner output itself, None if none does.
 
-        Its values may be computed later, when they are first read. Raises `UnplannedGradientError` where the region
-        has no backward for it.
-        """
+        Its values may be computed later, when they are first read. Raises `UnplannedGradientError` where the region has
+        no backward for it."""
 
     def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
         """As `gradient_by`, but computed at once and with an autograd graph."""
@@ -140,7 +140,7 @@ class InnerOutputs:
     def before_backward(
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
-        """Called when a backward from `starts` begins that has to compute the gradients of `inputs`.
+        """Called when a backward begins from `starts`, tensors or edges, that has to compute the gradients of `inputs`.
 
         An inner output is one from which the planned forward computes other outputs; autograd does not see this, since
         all outputs come from one node. For each inner output among `inputs`, the dict returned has, by its index in

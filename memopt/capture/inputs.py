@@ -169,8 +169,8 @@ def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) ->
 
 
 def special_tensors(call: Call, parts: Parts) -> dict[str, str]:
-    """The tensors among arguments, parameters and buffers that torch.compile cannot capture: a dict from the name of
-    each, for messages, to its kind, such as "sparse CSR"."""
+    """The tensors among the arguments of `call`, and among the parameters and buffers in `parts`, that torch.compile
+    cannot capture: a dict from the name of each, for messages, to its kind, such as "sparse CSR"."""
     given = [(number, special_kind(tensor)) for number, tensor in enumerate(tensors_in(call))]
     return parts.special | {leaf_name(call, number): kind for number, kind in given if kind}
 

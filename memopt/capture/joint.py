@@ -34,7 +34,8 @@ from passes.graphs.node_facts import backward_nodes, graph_results, is_tangent
 @dataclass(frozen=True)
 class JointGraph:
     """Forward and backward of a region as one ATen graph. Its inputs are `primals_*` (inputs of the region) and
-    `tangents_*` (gradients of outputs), its results the outputs, then the gradients of inputs."""
+    `tangents_*` (gradients of outputs). Its results are the outputs, `forward_outputs` of them, then the gradients of
+    inputs."""
 
     module: fx.GraphModule = field(repr=False)
     forward_outputs: int
@@ -205,8 +206,9 @@ class JointGraph:
 
     @cached_property
     def partial_gradients(self) -> dict[int, frozenset[int]]:
-        """For each gradient that depends on some outputs only, by its position among the gradients, the numbers of
-        those outputs among the ones that have a gradient. A backward from other outputs alone does not compute it."""
+        """The gradients of inputs that some `tangents_*` affect and others do not: a dict from the position of each
+        among the gradients to the numbers of the `tangents_*` that affect it. A backward from other outputs alone does
+        not compute it."""
         if self.tangents < 2:
             return {}
         sources: dict[fx.Node, frozenset[int]] = {}
@@ -259,8 +261,8 @@ class JointGraph:
 
     @cached_property
     def tensor_positions(self) -> dict[int, int]:
-        """For each `primals_*`, by number, the position of its input among the region's tensor inputs, which are the
-        only ones that autograd counts."""
+        """For each `primals_*` that is a tensor, by its number: the position of the region's input among those inputs
+        that are tensors, the only ones that autograd counts."""
         primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         numbers = self.places or range(len(primals))
         tensors = [number for number in numbers if isinstance(primals[number].meta["val"], torch.Tensor)]

@@ -9,8 +9,8 @@ _OPERATOR = "memopt_operator"
 
 
 def mark_operators(graph: fx.Graph) -> None:
-    """Write into the metadata of each node its own name. Tracers copy this entry to every node that they create for the
-    node, in the backward too, where `traced_from` reads it."""
+    """Write into the metadata of each node its own name. Tracers copy this entry to every node that they make from that
+    node, in the backward too; `traced_from` reads the copy."""
     for node in graph.nodes:
         node.meta["custom"] = {**node.meta.get("custom", {}), _OPERATOR: node.name}
 
@@ -22,6 +22,6 @@ def without_mark(node: fx.Node, mark: str = _OPERATOR) -> None:
 
 
 def traced_from(node: fx.Node) -> str:
-    """The name of the node that `node` was traced from, which `mark_operators` wrote into that graph's metadata before
-    it was traced; "" where there is none."""
+    """The name of the node that `node` was traced from, which `mark_operators` wrote before the trace; "" for a node
+    without this mark."""
     return str(node.meta.get("custom", {}).get(_OPERATOR, ""))

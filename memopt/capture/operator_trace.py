@@ -45,7 +45,8 @@ def trace_operators(
     graph_module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int] = (), planned_for: str = ""
 ) -> fx.GraphModule:
     """Trace Dynamo's graph of a region into an operator graph, with its inputs in the same order under readable names.
-    `written` has the numbers of the inputs that it writes to; autocast casts as on the device type `planned_for`.
+    `inputs` are the values of these inputs, `written` the numbers of those that the region writes to. Autocast casts as
+    on the device type `planned_for`.
 
     To be called in the region's tracing context, in the modes in which the region runs. Raises `Untraceable` where the
     operator graph would compute something else than the region."""

@@ -50,7 +50,7 @@ class Decision:
 
     pipeline: Pipeline
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Node name in the graph that was decided on → why its passes change it."""
+    """Node name in the graph that was decided on → why the passes change that node."""
     notes: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
     """The user's rules that match nothing in this region; a rule that matches nothing in any region is an error."""
@@ -138,7 +138,7 @@ class Operators:
         return frozenset(rule for decision in self.decisions for rule in decision.unmatched)
 
     def check_needed(self, label: str) -> None:
-        """Raise `NothingToRewrite` if no decision with this label has a pass to run."""
+        """Raise `NothingToRewrite` if no decision with this label has a pass to run. Does nothing for the label ""."""
         labelled = [decision for decision in self.decisions if decision.pipeline.label == label]
         if label and not any(len(decision.pipeline) for decision in labelled):
             raise NothingToRewrite(tuple(note for decision in labelled for note in decision.notes))
@@ -156,7 +156,8 @@ class Operators:
                 start += len(step)
 
     def reasons(self, name: str) -> Mapping[str, str]:
-        """Why the pass or pipeline called `name` changes nodes: the reason, by the node's name."""
+        """Why nodes change, by the node's name, from all decisions that contain a pass or pipeline called `name`; empty
+        where there is none."""
         named = [
             decision
             for decision in self.decisions
@@ -165,7 +166,8 @@ class Operators:
         return {node: reason for decision in named for node, reason in decision.reasons.items()}
 
     def span(self, name: str) -> tuple[fx.GraphModule, fx.GraphModule] | None:
-        """The graphs before and after the passes, or the nested pipeline, of that name; None where there is none."""
+        """The graph before the first and the graph after the last of the passes that are called `name` or lie in a
+        pipeline called so; None where there is none."""
         positions = [number for number, names in enumerate(_names(self.pipeline)) if name in names]
         return (self.stages[positions[0]], self.stages[positions[-1] + 1]) if positions else None
 
@@ -193,9 +195,9 @@ def operator_graph(
 ) -> OperatorGraph:
     """Trace Dynamo's graph of a region into an operator graph; to be called in the region's tracing context.
 
-    `written` are the numbers of the inputs that the region writes to. Autocast casts as on the device type
-    `planned_for`. Raises `Untraceable` where the operator graph would compute something else than the region.
-    """
+    `inputs` are the values of the region's inputs, `parameter_inputs` the numbers of those that are parameters,
+    `written` of those that the region writes to. Autocast casts as on the device type `planned_for`. Raises
+    `Untraceable` where the operator graph would compute something else than the region."""
     _check_transforms(graph_module.graph)
     module = trace_operators(graph_module, inputs, written, planned_for)
     _check_targets(module.graph)

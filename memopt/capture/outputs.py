@@ -120,7 +120,7 @@ class Group:
     positions: tuple[int, ...]
     """Their positions among the outputs of the model's call."""
     examples: tuple[torch.Tensor, ...] = field(repr=False)
-    """A fake tensor for each."""
+    """A fake tensor for each of these outputs."""
     head: Piece | None
     """Computes them from a value that the region returns in their place; None where only a second forward does."""
     forward: Piece | None

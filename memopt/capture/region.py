@@ -62,7 +62,8 @@ class RecordedRegion:
     to_require_grad: frozenset[int] = frozenset()
     """Numbers of the inputs that the code calls `requires_grad_()` on, which is done before the region runs."""
     feeds: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    """By position among the outputs of the model's call: the outputs that are computed from that one."""
+    """By the position of an inner output among the outputs of the model's call: the positions of those computed from
+    it."""
     changes_objects: bool = True
     """Whether its code changes Python objects that were there before: attributes, containers, global variables."""
     modes: CallerModes = field(default_factory=CallerModes.now)
@@ -74,7 +75,7 @@ class RecordedRegion:
     """Operator graphs, by the device type that is planned for and the modes in which they were traced (a lever may add
     autocast): at most two or three."""
     _in_modes: dict[CallerModes, RecordedRegion] = field(default_factory=dict, repr=False)
-    """The same region in other modes, shared by all of these regions: see `as_called`."""
+    """The regions that `as_called` has made, by their modes; they and this region share this dict."""
     failures_under_autocast: dict[torch.dtype, str] = field(default_factory=dict, repr=False)
     """The error of `for_autocast`, by the autocast dtype under which it was tried; empty where it runs."""
 
@@ -153,11 +154,11 @@ class RecordedRegion:
         return has_attention(self.graph_module)
 
     def as_called(self) -> RecordedRegion:
-        """The region with the caller's present modes in its `modes`, as far as they change what it computes and Dynamo
-        has no guards on them. These are the kernels that attention may use, since each is another operator; and, for a
-        region that opens autocast blocks, whether the call is in an autocast block. Casts of a weight are kept until
-        the outermost block ends, even one that switches autocast off, which decides in which dtype the weight's
-        gradients are summed."""
+        """The region with the caller's present modes in its `modes`: those that change what it computes and on which
+        Dynamo has no guards. This region itself where they are the same. One is which kernels attention may use, since
+        each is another operator. The other, for a region that opens autocast blocks, is whether the call is in an
+        autocast block: the cast of a weight is kept until the outermost block ends, even one that switches autocast
+        off, and decides in which dtype the weight's gradients are summed."""
         within = autocast_blocks() > 0 if self._has_autocast else self.modes.within
         attention = attention_kernels() if self._has_attention else self.modes.attention
         if (within, attention) == (self.modes.within, self.modes.attention):

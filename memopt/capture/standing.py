@@ -1,11 +1,11 @@
-"""The standing blocks of runs of equal blocks: those that a joint graph, or an operator graph, was traced with. Whether
-they prove what the missing blocks, left out of the trace, would be.
+"""The standing blocks of runs of equal blocks: those that a joint graph, or an operator graph, was traced with. They
+may prove what the missing blocks, left out of the trace, would be.
 
 In the joint graph, the forward and the backward of each standing block are found by the operators that they were traced
-from; an operator graph has forwards only. The proof compares each block in the middle with the next one: their nodes
-must be equal, and each value that they read must be the same value of other code, or be at the same place in the block,
-in its neighbours or among its own inputs. Each further block would then be traced alike, since it
-begins with equal values.
+from; an operator graph has forwards only. The proof compares each block in the middle with the next one. Their nodes
+must be equal. Each value that a node reads must be the same value of other code, or one at the same place in the block,
+in its neighbours or among the block's own inputs. Each further block would then be traced alike, since it begins with
+equal values.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Standing:
     """By the key of a storage: the first node whose value has a tensor in it, and that tensor's number in the value."""
 
     def half(self, run: int, backward: bool, block: int) -> list[fx.Node]:
-        """The nodes of the forward, or with `backward` of the backward, of a standing block. `run` is an index into
-        `runs`, `block` the number of the block among the five standing ones of that run."""
+        """The nodes of the forward, or with `backward` of the backward, of a standing block; empty where it has none.
+        `run` is an index into `runs`, `block` the number of the block among the five standing ones of that run."""
         return self.pieces.get((run, backward, block), [])
 
     def made_by(self, tensor: torch.Tensor) -> tuple[fx.Node, int]:
@@ -76,8 +76,9 @@ def standing_blocks(
     joint: fx.GraphModule, forward_outputs: int, module: fx.GraphModule, runs: tuple[BlockRun, ...]
 ) -> Standing | None:
     """Find the standing blocks, which were traced, in a joint graph that was traced without the missing blocks in the
-    middle of each of `runs`. `module` is the region's module with all blocks. None where the standing blocks do not
-    prove that the missing ones are equal to them."""
+    middle of each of `runs`. `forward_outputs` is the number of the graph's leading results that are the forward's,
+    `module` the region's module with all blocks. None where the standing blocks do not prove that the missing ones are
+    equal to them."""
     nodes = joint.graph.find_nodes(op="placeholder")
     inputs = tuple(node for node in nodes if not is_tangent(node))
     given = module.graph.find_nodes(op="placeholder")

@@ -72,11 +72,10 @@ def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
 
 def lay_out_again(graph: fx.Graph) -> None:
     """Correct the strides in the stored values (`meta["val"]`) of calls that read tensors with gaps, and of their
-    readers.
+    readers. A view that the corrected strides do not allow becomes a reshape.
 
-    On a CUDA card inductor pads matrix products whose kernels are faster then (`shape_padding`), and replaces the
-    product by a slice of the padded one, but leaves the stored values of the slice's readers as they were.
-    """
+    On a CUDA card inductor pads matrix products whose kernels are then faster (`shape_padding`), and replaces the
+    product by a slice of the padded one. It does not correct the stored values of the nodes that read the slice."""
     changed: set[fx.Node] = set()
     with on_stored_values(graph):
         for node in graph.nodes:

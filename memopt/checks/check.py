@@ -73,7 +73,7 @@ class AccountCheck:
 
     @property
     def worst(self) -> AccountRow:
-        """The row whose predicted and measured bytes differ most."""
+        """The one of all rows, `total` included, whose predicted and measured bytes differ most."""
         return max((*self.rows, self.total), key=lambda row: abs(row.difference_bytes))
 
     def row(self, name: str) -> AccountRow:

@@ -217,7 +217,7 @@ def _furthest(losses: Sequence[float], plain: float) -> float:
 
 
 def verify(model: nn.Module, batch: Any) -> Comparison:
-    """Train one planned and one plain step from the same state, which is then restored.
+    """Train one planned and one plain step from the same state, which is then restored, and return how they compare.
 
     The plain step is not held to the budget: the device needs memory for it.
 
@@ -244,8 +244,9 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
 
 def wrong_gradients(accuracy: Accuracy, limit: float, share: float) -> dict[str, float]:
     """The relative error of each gradient that is wrong, by parameter name. A gradient is wrong if its relative error
-    is above `limit`, and its error is also above `share * limit` of the norm of all gradients. If none is wrong, but
-    the relative error of all gradients together is above `limit`, that error is under "all parameters together"."""
+    is infinite, or above `limit` while its error is also above `share * limit` of the norm of all gradients. If none is
+    wrong, the result has the relative error of all gradients together under "all parameters together" if that is above
+    `limit`; else it is empty."""
     return {
         error.name: error.relative
         for error in accuracy.gradients
@@ -282,7 +283,7 @@ def _message(
 
 def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tuple[str, str] | None:
     """The parameter among `names` that the forward reads last: its name, and a description of the operator that reads
-    it, with its source line. None where the plan has no graphs or the graphs read none of `names`.
+    it, with its source line. None where there is no plan, the plan has no graphs, or these read none of `names`.
 
     The backward computes this parameter's gradient first, so a wrong gradient of it comes from this operator or one
     after it in the forward."""
