@@ -176,8 +176,9 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
 def largest_at(
     addresses: Collection[int], tensors: Iterable[torch.Tensor], device: torch.device
 ) -> dict[int, torch.Tensor]:
-    """For each of these addresses of memory blocks, the largest tensor in the block among the tensors and their
-    gradients; a sparse or nested one only where no other lies in it."""
+    """The largest tensor in each memory block, by the block's address, among `tensors` and their gradients on the
+    device. Only the blocks at `addresses` count; one without a tensor is left out. A sparse or nested tensor is
+    returned only where no other lies in the block."""
     found: dict[int, tuple[int, torch.Tensor]] = {}
     with plain_tensors(), torch.no_grad():
         for tensor, address, _ in _blocks(tensors, device) if addresses else ():

@@ -1,5 +1,5 @@
-"""The bytes of the memory that every node of a joint graph makes, by `passes.graphs.aliases`, and the values that a
-fusing compiler never holds, since every reader's kernel computes them.
+"""The storages of a joint graph with their bytes, and the values that a fusing compiler never holds in memory, since
+the kernels that read them compute them.
 
 The rules of fusing are those of inductor (`torch/_inductor/graph.py` `run_node`, `ir.py` `mark_reuse`); in doubt a
 value counts as held.
@@ -59,8 +59,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def made_bytes(maker: fx.Node, value: torch.Tensor) -> int:
-    """The bytes of the storage that a node makes for a value. The gradient of an output has memory of its own, of the
-    output's size, even where the output is a view of a larger tensor."""
+    """The bytes of the storage that the node `maker` makes for its result `value`. A tangent (the gradient of an
+    output, an input of the joint graph) counts with the size of `value` itself, even where the output is a view of a
+    larger tensor."""
     if not is_tangent(maker):
         return storage_bytes(value)
     return largest_value(math.prod(value.shape) * value.element_size())
@@ -104,11 +105,13 @@ class _Inlined:
 
 
 def fused_away(graph: fx.Graph, held: frozenset[fx.Node] = frozenset()) -> frozenset[fx.Node]:
-    """The nodes of a joint graph, without those in `held`, whose values a fusing compiler never writes to memory.
+    """The nodes of a joint graph whose values a fusing compiler never writes to memory. Nodes in `held` are not among
+    them.
 
     Such a node is elementwise, and all its readers, perhaps behind views, are elementwise operators or reductions,
-    which can compute it in their kernels. If forward and backward both read it, or several kernels of one of them, it
-    must also be no smaller than the values that it is computed from, so that holding those instead costs no memory."""
+    which can compute it in their kernels. If it has several readers, or one in the other half (forward or backward),
+    its value must also be no smaller than the values that it is computed from, so that holding those instead costs no
+    memory."""
     return _Fusion(graph, held).run()
 
 

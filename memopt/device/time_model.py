@@ -40,7 +40,8 @@ its guessed rates and one on an H100 by its data sheet (1.08): benchmarks/result
 
 
 def measured_seconds(seconds: float) -> tuple[float, float]:
-    """The least and the most seconds that a step of so many by this model was measured to take."""
+    """The range of seconds (least, most) to expect of a step that this model estimates to take `seconds`, by the ratios
+    `MEASURED_TIMES` of measured to estimated time."""
     least, most = MEASURED_TIMES
     return least * seconds, most * seconds
 

@@ -63,11 +63,12 @@ def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
 
 
 def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, _Measured]:
-    """Run every distinct call among the nodes once on the CPU, on tensors of the same shapes, and measure the bytes of
-    its workspace and of its results, and its seconds.
+    """The measured workspace bytes, result bytes and seconds of each node's call. Every distinct call among the nodes
+    runs once on the CPU, on made-up tensors of the same shapes.
 
-    The process keeps the results of the latest calls. The global random state stays as it was. A call that is too large
-    to run, or cannot run on made-up values, gets an estimated workspace; its other two figures are None."""
+    The results are cached in this process, and the global random state does not change. A call that is too large to
+    run, or cannot run on made-up values, gets an estimated workspace; its result bytes and seconds are None. A node
+    that calls no operator gets no workspace, and None for both."""
     calls = {node: op_call(node) for node in nodes}
     found = _measured(call for call in calls.values() if call is not None)
     return {node: _NOTHING if call is None else found[call] for node, call in calls.items()}
@@ -80,7 +81,8 @@ def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> 
 
 
 def known_workspace_bytes(call: OpCall, device_type: str) -> int | None:
-    """As `call_workspace_bytes`, but runs nothing: None where the bytes can only be measured and were not before."""
+    """Temporary bytes of a call's kernel, found without running it. None where a run would be needed, and no earlier
+    measurement is cached."""
     device = device_of(device_type)
     if not device.is_host:
         return device.workspace(call, LARGE)
@@ -95,8 +97,8 @@ def estimate_workspace(call: OpCall, device_type: str, chip: Chip = LARGE) -> in
 
 @lru_cache(maxsize=256)
 def op_dry_run(call: OpCall, device_type: str, chip: Chip) -> OpDryRun | None:
-    """The allocations and frees, and the workspace, that an operator written in Python has on a card with that `chip`,
-    found by running it on tensors without memory; None for other operators."""
+    """The allocations, frees and workspace of an operator whose kernel is written in Python, on a card with that
+    `chip`, found by running it on tensors without memory. None for other operators."""
     device = device_of(device_type)
     return dry_run_op(call, partial(device.workspace, chip=chip), device.block_bytes, device="meta")
 
@@ -192,7 +194,7 @@ def _metered(op: OpOverload, args: Any, kwargs: Any) -> tuple[Any, int, int, flo
 
 
 def run_metered(op: OpOverload, args: Any, kwargs: Any) -> tuple[Any, int]:
-    """The results of an operator that a dispatch mode runs on tensors of the CPU, and the bytes of its workspace; for
+    """Run an operator on CPU tensors, inside a dispatch mode; return its results, and the bytes of its workspace. For
     operands that an `OpCall` cannot describe, such as sparse ones."""
     keys = kernels_as_in_eager_mode()  # of this thread, which is below autograd
 

@@ -59,11 +59,11 @@ def emit_region(
     adds: bool = True,
     limit_bytes: int | None = None,
 ) -> Emitted:
-    """One region as a function of its inputs, differentiable, which runs the forward and backward that its schedule
-    gives. With `adds`, its backward adds gradients to `.grad` where `accumulation` allows it. While compiled kernels
-    are timed, torch's allocator for CUDA holds at most `limit_bytes`.
+    """One region as a differentiable function of its inputs, whose forward and backward follow `schedule`. With `adds`,
+    the backward adds gradients to `.grad` where `accumulation` allows it. While compiled kernels are timed, torch's
+    allocator for CUDA holds at most `limit_bytes`.
 
-    Its forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`, which maps
+    The forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`, which maps
     symbols to sizes.
     """
 
@@ -85,9 +85,9 @@ def emit_region(
 
 
 def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[..., Any]:
-    """A function that calls `run`, the function of a region, with the inputs at `positions` detached. Otherwise
-    their autograd nodes would be visited in the backward with no gradient: hooks would be called with None, and DDP
-    would count the parameters as used."""
+    """A function that calls `run`, the function of a region, with the inputs at `positions` detached. These inputs get
+    no gradient: if their autograd nodes were visited in the backward, hooks would be called with None, and DDP would
+    count the parameters as used."""
     if not positions:
         return run
 

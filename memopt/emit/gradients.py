@@ -63,14 +63,15 @@ class Accumulation:
 
 
 class AccumulateGradient(nn.Module):
-    """Adds a gradient to its parameter's `.grad` and returns None, where autograd would do nothing else with it; also
-    returns None where autograd would drop the gradient (`backward(inputs=…)` of other tensors). Otherwise it returns
-    the gradient for autograd to use: the first one (while `.grad` is None), one that a hook reads, or one for
-    `torch.autograd.grad`. Under DDP the first one is made `.grad` here if possible, to be exchanged early.
+    """Adds a gradient to its parameter's `.grad` and returns None, where autograd would do no more than that. Also
+    returns None where autograd would drop the gradient (`backward(inputs=…)` of other tensors), and where `reached`, if
+    given, returns False. Otherwise returns the gradient for autograd to use: the first one (while `.grad` is None), one
+    that a hook reads, one for `torch.autograd.grad`, or any that `accumulation` does not allow to be added here. Under
+    DDP the first one is made `.grad` here if possible, to be exchanged early.
 
-    The parameter is number `position` of the tensor inputs of the call whose backward runs, because one region serves
-    calls with different parameters. With `own_memory`, no other result of the backward shares memory with the gradient.
-    The gradient is dropped also where `reached`, if given, returns False in the running backward."""
+    The parameter is looked up in each backward, since one region serves calls with different parameters: it is number
+    `position` among the call's tensor inputs. With `own_memory`, no other result of the backward shares memory with the
+    gradient."""
 
     def __init__(
         self,
@@ -105,9 +106,9 @@ class AccumulateGradient(nn.Module):
         return None
 
     def receiver(self) -> Receiver:
-        """The parameter whose gradient the running backward computes, and what autograd does with that gradient. None
-        and `RETURNED` where the input is not a leaf; None and `DROPPED` where the backward does not reach any output
-        that the gradient comes from."""
+        """The leaf tensor whose gradient the running backward computes, and what autograd does with that gradient.
+        (None, `RETURNED`) where the region's input is not a leaf. (None, `DROPPED`) where `reached` returns False: the
+        backward passes through no output that the gradient comes from."""
         if self.reached is not None and not self.reached():
             return None, Fate.DROPPED
         accumulation = self.accumulation
@@ -144,8 +145,8 @@ def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
-    """Whether the parameter has a hook that reads its gradient. With `stepped`, one hook that steps the optimizer for
-    this parameter does not count."""
+    """Whether the parameter has a hook that reads its gradient. With `stepped`, a hook that steps the optimizer for
+    this parameter does not count, if it is the only one of that kind."""
     if not has_hooks(parameter):
         return False
     late = len(post_accumulate_hooks(parameter))
@@ -211,11 +212,14 @@ def accumulate_in_place(
 ) -> None:
     """Insert an `AccumulateGradient` call for each parameter gradient, right after it is computed. Edits the graph.
 
-    All keys and `own_memory` are positions among the backward's results. `inputs` gives for each the parameter whose
-    gradient it is, by position among the region's tensor inputs. Results in `steps` get a call that also steps the
-    parameter (`_StepParameter`), after the nodes that `steps` names: those that read the parameter's old value.
-    Results in `own_memory` share memory with no other result. `reached` gives functions that return False where the
-    running backward drops the gradient.
+    All arguments give gradients by their position among the backward's results.
+
+    Args:
+        inputs: position of a gradient → position of its parameter among the region's tensor inputs.
+        steps: for each gradient whose call also steps the parameter (`_StepParameter`), the names of the nodes after
+            which the call must come, since they read the parameter's old value.
+        own_memory: the gradients that share memory with no other result.
+        reached: functions that return False where the running backward drops the gradient.
     """
     graph = backward.graph
     output = graph.output_node()
@@ -261,16 +265,16 @@ def _with_raised_views(gradient: object) -> fx.Node:
 
 
 def is_reached(tangents: Collection[int], number: int) -> bool:
-    """Whether the running backward passes through any of the region's outputs `tangents`, which are positions among its
-    `number` outputs that have a gradient. True where autograd's graph does not show it, since the region returns views
-    of its inputs."""
+    """Whether the running backward passes through any of the region's outputs `tangents`. These are positions among the
+    `number` outputs that can have a gradient. Also True where the region returns views of its inputs, since autograd's
+    graph does not show it then."""
     reached = reached_outputs()
     return reached is None or len(reached) != number or any(reached[tangent] for tangent in tangents)
 
 
 def withholding(backward: Callable[[list[Any]], Any], joint: JointGraph) -> Callable[[list[Any]], Any]:
-    """A function that runs the compiled `backward`, and returns None in place of each gradient that comes only from
-    outputs through which the running backward does not pass."""
+    """A function that runs the compiled `backward`, and returns its results. A gradient is replaced by None if the
+    running backward passes through none of the outputs that the gradient comes from."""
     partial = joint.partial_gradients
     if not partial:
         return backward

@@ -229,8 +229,9 @@ _HELD_LONGER = 1.05
 
 
 def values_to_hold(graph: fx.Graph, inputs: Collection[str]) -> list[fx.Node]:
-    """The elementwise values that inductor should write to memory (see `hold_values`): if each kernel that reads such a
-    value computed it anew, larger tensors, from which it is computed, would live longer than they otherwise do."""
+    """The elementwise values that inductor should write to memory (see `hold_values`). Each is computed from larger
+    tensors, which would be held longer if every kernel that reads the value computed it anew. `inputs` are the names of
+    the region's inputs."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     barriers = [place[node] for node in graph.nodes if _is_barrier(node)]
     ends = {node: max((place[reader] for reader in readers_of(node)), default=0) for node in graph.nodes}

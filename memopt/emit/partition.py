@@ -93,9 +93,9 @@ def _is_backward(node: fx.Node) -> bool:
 def nodes_before_steps(
     joint: JointGraph, scheduled: fx.GraphModule, backward: fx.GraphModule, numbers: Sequence[int]
 ) -> dict[int, set[str]]:
-    """For each parameter to step: position of its gradient among the backward's results → names of the backward's nodes
-    that must run before the step. These are the node that makes the gradient, and all that read the storage of
-    parameter or gradient through any alias, recomputed nodes included.
+    """For each parameter to step, the names of the backward's nodes that must run before the step: the node that makes
+    its gradient, and all that read the storage of parameter or gradient through any alias, recomputed nodes included.
+    The keys are the positions of the gradients among the backward's results.
 
     `numbers` are the positions of the parameters to step among the region's inputs. `backward` was extracted from
     `scheduled`, the scheduled graph. The nodes are found anew in `scheduled`, to notice an error of the planner."""

@@ -47,8 +47,8 @@ class Budgeted:
         return inner_optimizer(optimizers[0])
 
     def begin(self, net: nn.Module, optimizer: Any, **defaults: Any) -> None:
-        """Optimise the model `net`, in place, for a training run with `optimizer`; its first training call is planned
-        when it runs. `defaults` are options that apply where the user gave none."""
+        """Optimise the model `net`, in place, for a training run with `optimizer`. The first training call is planned
+        only when it runs. `defaults` are options that apply where the user gave none."""
         optimize(net, self.budget_gb, **{**defaults, **self.options, "optimizer": optimizer})
         self._net, self._shown = net, None
 

@@ -28,8 +28,8 @@ class MemoptCallback(TrainerCallback):
     The setting `gradient_checkpointing` is switched off for the training, since a plan chooses what is recomputed. With
     `torch_compile`, only calls that do not train are compiled.
 
-    The Trainer calls no callback when training ends with an error: call `end()` then to get the plain model back. A
-    further training with the same callback does so by itself."""
+    The Trainer calls no callback when training ends with an error: call `end()` then to get the plain model back.
+    Another training with the same callback calls it when it begins."""
 
     @takes_options(StepOptions, DEFAULTS)
     def __init__(self, budget_gb: float, **options: Unpack[StepOptions]) -> None:

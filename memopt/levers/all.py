@@ -1,5 +1,5 @@
-"""All levers of memopt, in the order in which the search for a plan tries them (but first those that make the step
-faster on its device); and the check of the option `allow`, which names the levers that a plan may use."""
+"""All levers of memopt, and the check of the option `allow`, which names the levers that a plan may use. The search for
+a plan tries them in the order of `LEVERS`, after those that make the step faster on its device."""
 
 from __future__ import annotations
 

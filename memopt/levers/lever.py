@@ -103,9 +103,10 @@ def lever_sets(
     before it: first the levers that are faster on `card`, then the others in the order given. A lever with several
     deciders (`GraphChange.deciders`) has one rewriting for each.
 
-    In each rewriting `needed` names the lever added last, which must find something to rewrite. Raises `ValueError` for
-    levers that exclude each other, and for one that needs a step in 16 bits where this one is in fp32. `histories` is
-    the prefix of the names of 8-bit layers' scale histories.
+    In each rewriting `needed` names the lever added last, which must find something to rewrite; it is empty for a lever
+    that also decides passes on the joint graph. `histories` is the prefix of the names of 8-bit layers' scale
+    histories. Raises `ValueError` for levers that exclude each other, and for one that needs 16 bits where the step is
+    in fp32.
     """
     changes = [(lever, lever.graph) for lever in levers if lever.graph is not None]
     _check_exclusive(changes)

@@ -82,11 +82,11 @@ class PricedLevers:
         return self.after.stepping
 
     def adjusted(self, account: Account) -> Account:
-        """The account with its rows of parameters, gradients and optimizer replaced by what these levers leave; so it
-        does not matter whether `account` has parameters in bfloat16 already.
+        """The account with its rows of parameters, gradients and optimizer replaced by the bytes that training with
+        these levers holds. The old values of these rows have no influence.
 
-        Where parameters are stepped in the backward, gradients and the optimizer's temporaries are 0 in the account:
-        they are storages of the solver's problem then.
+        Where parameters are stepped in the backward, the rows of gradients and of the optimizer's temporaries are 0:
+        the solver's problem has them as storages.
         """
         rows: dict[str, Any] = self.after.rows
         if self.stepping is not None:
@@ -145,9 +145,9 @@ def combinations_of(
 ) -> Iterator[PricedLevers]:
     """The combinations of `levers` that fit the optimizer, each with its bytes and seconds.
 
-    First come those of `allowed` levers alone, the least added time first. Then those with others, the smallest
-    combinations first, and among equally many levers the least added time first; of these only those are priced for
-    which `wanted` returns True."""
+    First come the combinations of `allowed` levers only, the least added time first. Then come those with at least one
+    lever that is not allowed and for which `wanted` returns True, by the number of their levers, and with equally many
+    the least added time first."""
     known: Known = {}
     numbers = range(1, len(levers) + 1)
     own = [lever for lever in levers if lever.name in allowed]

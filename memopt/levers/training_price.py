@@ -117,9 +117,8 @@ def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> 
     """The bytes and seconds of training with the optimizer wrapped by `changes`, the innermost first, found by stepping
     it on fake tensors.
 
-    Where parameters are stepped within the backward, the rows of gradients and temporaries are those of the moment of
-    the backward at which their sum is largest; it is estimated from the model's modules here, while a plan finds it in
-    the graph.
+    Where parameters are stepped within the backward, gradients and temporaries count at the moment of the backward when
+    their sum is largest. That moment is estimated from the model's modules here; a plan finds it in the graph.
 
     Raises `ValueError` for an optimizer that cannot be tried on fake tensors, or that the levers do not fit."""
     if not changes:

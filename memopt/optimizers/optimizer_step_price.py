@@ -40,8 +40,8 @@ class Stepping:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
-        """A `Stepping` from (parameter, its dtype in the step, temporary bytes of its step) for each parameter; of
-        several with equal shape, strides and dtype the largest number of bytes counts."""
+        """The `Stepping` of parameters that are given as tuples: (parameter, its dtype when it is stepped, temporary
+        bytes of its step). Of parameters with equal shape, strides and dtype, the largest number of bytes counts."""
         most: dict[Kind, int] = {}
         for parameter, dtype, nbytes in parameters:
             kind = tuple(parameter.shape), parameter.stride(), dtype
@@ -112,11 +112,12 @@ def prices_of_each(
     wraps: Wraps = (),
     device: str | None = None,
 ) -> list[OptimizerStepPrice]:
-    """The bytes and seconds of stepping each parameter alone, in its dtype, with the optimizer wrapped by `wraps`.
+    """The bytes and seconds of stepping each parameter alone, in the dtype that `dtypes` gives for it, with the
+    optimizer wrapped by `wraps`.
 
-    Where parameters are stepped one by one, states and seconds add up, and the largest temporaries count. Of parameters
-    with equal group, shape, strides and dtype, only one is tried. `device` is the type of device on which the step
-    runs, and whose memory is counted; by default that of the hardware."""
+    The price of stepping them one after the other is the sum of states and seconds, with the largest temporaries. Of
+    parameters with equal group, shape, strides and dtypes, only one is tried. `device` is the type of device on which
+    the step runs, and whose memory is counted; by default that of the hardware."""
     if optimizer is None:
         return [NOTHING for _ in parameters]
     device = device or hardware.device_type

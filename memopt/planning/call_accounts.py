@@ -40,13 +40,13 @@ class Looks(Protocol):
 
     @property
     def found(self) -> Elsewhere:
-        """The bytes outside of the step that the latest search of the device found; no bytes where no search was made,
-        as with `fixed_bytes`."""
+        """The bytes outside of the step that the latest search of the device found; no bytes where the device is not
+        searched, because `fixed_bytes` is not None."""
 
     @property
     def tolerance_bytes(self) -> int:
-        """The bytes that plans leave free for tensors that appear on the device without being noticed; 0 with
-        `fixed_bytes`."""
+        """The bytes that plans leave free for tensors that appear on the device without being noticed; 0 where the
+        device is not searched."""
 
     @property
     def gradients_may_stay(self) -> bool:
@@ -57,9 +57,9 @@ class Looks(Protocol):
         """Whether a backward of the model was seen to keep its graph (`retain_graph=True`)."""
 
     def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
-        """The bytes that the caller's own code, such as a loss function, allocates between a forward and its backward;
-        and, where that number is a guess, how many bytes more it may need. `tangent_bytes` is the size of the gradients
-        that the backward begins with."""
+        """Two numbers of bytes: those that the caller's own code, such as a loss function, allocates between a forward
+        and its backward; and those that it may need beyond that, 0 unless the first number is a guess. `tangent_bytes`
+        is the size of the gradients that the backward begins with."""
 
     @property
     def note(self) -> str:
@@ -161,8 +161,9 @@ class CallAccounts:
 
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
-        """A context in which a call is planned: the device is searched for other tensors, and the optimizer's step is
-        tried, only once, since planning leaves nothing behind on the device."""
+        """A context in which a call is planned: all accounts made in the block use one search of the device for other
+        tensors, made at its entry, and one trial of the optimizer's step. Planning itself leaves nothing behind on the
+        device."""
         before, self._card_state = self._card_state, self._card_state_now(call)
         found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
         try:

@@ -42,8 +42,8 @@ class OnCard:
 
 def on_cards(steps: Mapping[PricedStep, Account], larger: Larger) -> Iterator[OnCard]:
     """The step on each known card of the device type that it was planned for, by ascending memory. `steps` has the step
-    under one or several sets of levers, each with its account; `larger(n)` gives the step with a batch n times as
-    large. Steps are priced anew from the same graphs, and solved with effort "fast".
+    under one or several sets of levers, each with its account. `larger(n)` gives the step with a batch n times as
+    large, and its account. Steps are priced anew from the same graphs, and solved with effort "fast".
 
     Cards without units for the step's 16-bit dtype are left out, as plans for them have another precision. Nothing is
     yielded for a step that is planned for a CPU, whose graphs have other kernels, or for a cluster."""

@@ -121,7 +121,8 @@ class GraphFacts:
 
 
 def operator_name(node: fx.Node) -> str:
-    """`addmm` for a call of `aten.addmm.default`; the name of the node for inputs."""
+    """The name of a node's operator without namespace and overload (`addmm` for `aten.addmm.default`); the name of the
+    node itself where it calls nothing, as an input."""
     if node.op != "call_function":
         return node.name
     name = format_target(node.target)

@@ -111,8 +111,8 @@ class ShardedCall:
 
     @classmethod
     def of(cls, sharding: Sharding, parameter_ids: Mapping[int, int]) -> ShardedCall:
-        """The sharding of a region whose parameters are given by `parameter_ids`: the number of an input → the `id` of
-        the parameter that it is."""
+        """The sharding of a region. `parameter_ids` maps the numbers of those inputs that are parameters to the
+        parameters' `id`s."""
 
         def numbers(group: ParameterGroup) -> frozenset[int]:
             return frozenset(number for number, given in parameter_ids.items() if given in group.numbers)
@@ -123,8 +123,9 @@ class ShardedCall:
         """The reduce-scatters of the gradients that a graph makes, one for each group of parameters. `accumulating`:
         shards of gradients exist already, and are added to.
 
-        The bytes of a reduction leave out the buffer of the largest block, which the account counts for the whole step.
-        So only the reduction of the root module can have bytes of its own: those by which its buffer is larger."""
+        The account counts one buffer, of the size that the largest block needs, for the whole step. A reduction's own
+        bytes are those beyond it: 0 for a block, and for the root module's parameters the bytes by which their buffer
+        is larger."""
         trained = region.inputs_with_gradients
         buffer_bytes = self.sharding.exchange_bytes
         return tuple(

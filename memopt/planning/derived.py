@@ -1,5 +1,6 @@
-"""Plans that are derived from other plans: for a forward while others like it wait, for a step with further regions,
-and with bytes left free for the steps of other models; and the bytes of a step that decide how much (`StepBytes`)."""
+"""Plans that are derived from other plans: for a forward while other forwards wait for their backward, for a step with
+further regions, and with bytes left free for the steps of other models. `StepBytes` has the bytes of a step by which
+the bytes to leave free are decided."""
 
 from __future__ import annotations
 
@@ -35,11 +36,13 @@ def among_equals(
     budget_bytes: int,
     least_of: Callable[[Plan], Plan] | None = None,
 ) -> Plan:
-    """The fastest plan found that leaves room for `others` further forwards that each hold as much as its own.
+    """The fastest plan found of a forward that leaves room for `others` further forwards, each of which holds as much
+    as this plan does between forward and backward.
 
     Args:
-        beside: returns the plan of the forward while other forwards hold the given number of bytes; a negative number
-            stands for a larger budget. Raises `BudgetError`.
+        beside: returns the plan of the forward in the part of the budget that is left while other forwards hold the
+            given number of bytes; a negative number makes the budget larger. Raises `BudgetError`.
+        budget_bytes: the budget for all of these forwards.
         least_of: returns the plan of the same step that holds least between forward and backward; it is tried where a
             plan of the smallest peak holds too much. None: such a plan is not tried.
 
@@ -253,17 +256,19 @@ def _peak_within(problem: RematProblem, schedule: Schedule, evaluations: int) ->
 
 
 def returned_bytes(plan: Plan) -> int:
-    """The bytes of the outputs of a planned call, which are free for other use once the caller drops them. 0 for a plan
-    without its graphs; for a call of several regions, since regions pass values on; and on a card, where freed outputs
-    leave gaps between other blocks."""
+    """The bytes of the outputs of a planned call, which are free for other use once the caller drops them.
+
+    0 where they cannot be relied on: for a plan without its graphs; for a call of several regions, since regions pass
+    values on; and on a card, where freed outputs leave gaps between other blocks."""
     if plan.joined is None or len(plan.joined.prices) > 1 or plan.account.caching:
         return 0
     return plan.joined.problem.output_bytes
 
 
 def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
-    """The smallest budget in bytes of a step during whose forward the caller still holds the outputs of the step
-    before. `returned`: the bytes of these outputs where the call has several regions."""
+    """The smallest budget in bytes of a step where the caller still holds the outputs of the previous step during the
+    forward. `returned` is the bytes of these outputs; with 0, the outputs of the step's problem count, which is right
+    for a call of one region."""
 
     def of(way: Priced) -> int:
         joined = way.step.problem
@@ -275,8 +280,8 @@ def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
 
 
 def nothing_recomputed(priced: Priced, returned: int = 0) -> int:
-    """The peak in bytes of a step with nothing recomputed. During its forward, the caller is assumed to hold what the
-    step before has left: its outputs (`returned` bytes) or the gradients of its outputs, whichever are larger."""
+    """The peak in bytes of a step with nothing recomputed. During the forward, the caller is assumed to hold what is
+    left of the previous step: its outputs (`returned` bytes) or the gradients of its outputs, whichever are larger."""
     plain = priced.step.plain
     schedule = Schedule.save_all(plain.problem)
     until_backward = _peak_within(plain.problem, schedule, forward_evaluations(plain.problem, schedule))
@@ -292,8 +297,8 @@ def tangent_bytes(plan: Plan) -> int:
 
 
 def least_plan(plan: Plan, most_bytes: float = math.inf) -> Plan:
-    """The plan of the same step whose forward leaves the fewest bytes for its backward, at a peak near the smallest and
-    of at most `most_bytes`; `plan` itself where no such plan is found. Its `budget_bytes` is that of `plan`."""
+    """The plan of the same step that holds the fewest bytes between forward and backward, at a peak near the smallest
+    and of at most `most_bytes`; `plan` itself where no such plan is found. Its `budget_bytes` is that of `plan`."""
     account = replace(plan.account, meanwhile=0)
     bare = replace(account, rounding=0, fragmentation=0) if account.caching else account
     step = Priced(plan.solved[0], bare).under(bare)
@@ -313,8 +318,9 @@ def least_plan(plan: Plan, most_bytes: float = math.inf) -> Plan:
 
 
 def leaving_room(plan: Plan) -> Plan:
-    """The plan to use while it is not known what other models will allocate during the step: `plan` itself where it
-    leaves at least as many bytes free as the step holds with nothing recomputed, else its `least_plan`."""
+    """The plan to use while it is not known what other models will allocate during the step. It is `plan` itself where
+    that adds next to no time, and leaves at least as many bytes free as the step holds with nothing recomputed; else
+    its `least_plan`."""
     free = plan.budget_bytes - plan.ceiling_bytes
     if plan.added_time <= NEGLIGIBLE and free >= plan.plain.peak_bytes - lasting_bytes(plan.account, beside=True):
         return plan
@@ -322,11 +328,13 @@ def leaving_room(plan: Plan) -> Plan:
 
 
 def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_bytes: int = 0) -> Plan:
-    """A plan that leaves `spared_bytes` free between forward and backward, `staying_bytes` of them until the backward
-    ends. Where the budget is too small for that, fewer bytes stay until the end; if it still is, fewer are left free.
+    """A plan that leaves `spared_bytes` free between forward and backward, and `staying_bytes` of these until the
+    backward ends. Where the budget is too small for both, `staying_bytes` is lowered first, down to 0, and then
+    `spared_bytes`.
 
-    `plan(nbytes, staying)` returns the plan that leaves so many bytes free, or raises `BudgetError`. The figures of the
-    plan returned do not count these bytes. `plan(0, 0)` is tried last, and its `BudgetError` is raised."""
+    `plan(nbytes, staying)` makes a plan that leaves these two numbers of bytes free, or raises `BudgetError`. The last
+    attempt is `plan(0, 0)`, whose error is passed on. In the returned plan, the bytes left free are not counted as
+    used."""
 
     def alone(nbytes: int, staying: int) -> Plan:
         found = plan(nbytes, staying)
@@ -347,8 +355,8 @@ def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_by
 def retained_peak(plan: Plan, schedule: Schedule) -> int:
     """The step's peak in bytes if nothing saved for the backward is freed before its end (`retain_graph=True`).
 
-    A value that is still on the device when the backward begins, and that the schedule offloads only then, stays there
-    too: it counts a second time beside its copy that is fetched back."""
+    An offloaded value whose memory on the device would be freed only after the backward has begun stays there too. It
+    counts a second time beside its copy that is fetched back."""
     assert plan.joined is not None
     problem = plan.joined.problem
     boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1

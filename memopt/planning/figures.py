@@ -38,9 +38,9 @@ def plain_step(joined: Joined, account: Account) -> Breakdown:
 
 
 def plain_beside(step: PricedStep, schedule: Schedule, account: Account) -> Breakdown:
-    """The memory at the peak of a step with nothing recomputed, as from `plain_step`, to be shown beside the figures of
-    a plan. If the plan's `schedule` recomputes nothing either, the allocator's overhead is taken from `account`, the
-    plan's own, so that both peaks are equal; `plain_step` takes the least with which the step completes."""
+    """The memory at the peak of a step with nothing recomputed, to be shown beside a plan's figures. It is that of
+    `plain_step`, with the least allocator overhead with which the step completes. But if the plan's `schedule`
+    recomputes nothing either, the overhead is that of the plan's own `account`, so that both peaks are equal."""
     save_all = Schedule.save_all(step.plain.problem)
     same = step.plain is step.seen and schedule == save_all
     return breakdown(step.plain.problem, save_all, account) if same else plain_step(step.plain, account)
@@ -88,9 +88,9 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
 
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
-    """`plan`, which is of the same step as `other` for another budget, with the levers and the receipt of `other`.
-    `plan` keeps its own levers that follow from a budget (offloads, expandable segments), and its own receipt rows of
-    the levers that a schedule uses."""
+    """`plan` with the levers and the receipt of `other`, a plan of the same step for another budget. The levers that
+    follow from a budget (offloads, expandable segments), and the receipt's rows of levers that a schedule uses, stay
+    those of `plan`."""
     found = {
         EXPANDABLE_SEGMENTS.name: plan.account.expands,
         OFFLOAD_ACTIVATIONS.name: plan.moved_bytes > 0,

@@ -59,15 +59,15 @@ class PlanJob:
         return self._hash(graph_text(graph_module), list(map(_value, values)))
 
     def key_of_ranks(self, graph_module: fx.GraphModule) -> str | None:
-        """As `key`, but without the times measured on this machine, so that it is equal on all ranks with equal
-        shapes. None in the same cases."""
+        """A key like `key` that is equal on all ranks with equal shapes: the times measured on this machine are not in
+        it. None where `key` is None."""
         card = hardware_of(next(self.model.parameters()).device) if self.options.calibrate else self.card
         return replace(self, card=card).key(graph_module)
 
     def sketch(self) -> str | None:
         """A key that needs no capture, made from the model's structure, plain attributes and source. Calls with equal
         sketches most likely have equal graphs; a plan found by its sketch must be checked by `key` before it runs. None
-        in the same cases as `key`."""
+        where another process could not recognise the call, as for an optimizer made by a function."""
         modules = dict(self.model.named_modules())
         attributes = [(name, _attributes(module)) for name, module in modules.items()]
         call = call_signature(self.call), same_tensors(self.call)
@@ -249,8 +249,8 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def terms_of(model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None) -> Mapping[str, str]:
-    """What plans depend on, for messages that name what differs between ranks: the name of each option, version and
-    part of the source code → its value as text. Code is represented by the first digits of a hash."""
+    """What plans depend on, as text by name (options, versions, parts of the source code), for messages that say what
+    differs between ranks. Code is represented by the first digits of a hash."""
     shapes = [(name, tuple(value.shape), value.dtype, value.requires_grad) for name, value in model.named_parameters()]
     return {
         "the budget": size(options.budget_bytes),

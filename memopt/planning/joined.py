@@ -109,9 +109,11 @@ class Joined:
 
 
 def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined:
-    """The problems of all regions as one problem. A value that one region passes to the next is an output of the first
-    and is never recomputed: it lives until the last op that reads it in any region. `passed` says for each region
-    which of its outputs live longer, as other code holds them."""
+    """The problems of all regions as one problem. `passed` says for each region which of its inputs are outputs of
+    earlier regions, and until when other code holds its outputs.
+
+    A value that one region passes to the next is an output of the first and is never recomputed: it lives until the
+    last op that reads it in any region."""
     ops: list[Op] = []
     owner: list[tuple[int, int]] = []
     starts = [0]
@@ -207,8 +209,9 @@ def solve_stepping(
 
 def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
     """The schedule with the optimizer's step of each parameter right after the last evaluation that reads the parameter
-    or its gradient, which is where the emitted code has it. Also returns the numbers of the inputs whose step must wait
-    for the end of the backward, as no such position is valid; if there are any, the schedule is returned unchanged."""
+    or its gradient, as in the emitted code; and the numbers of the inputs (parameters) for which that position is not
+    valid. The steps of these must wait for the end of the backward. If there are any, the schedule is returned
+    unchanged."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:

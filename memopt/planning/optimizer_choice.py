@@ -89,9 +89,10 @@ class OptimizerChoice:
     def combinations(
         self, wanted: Wanted, *, gradients_held: bool = False, further: bool = True
     ) -> Iterator[PricedLevers]:
-        """The combinations of levers on the optimizer: first those of allowed levers, the cheapest first; then, if
-        `further`, to name what would help, those with levers that are not allowed and for which `wanted` returns True,
-        the fewest levers first. Empty where the levers are chosen already (`chosen`).
+        """The combinations of levers on the optimizer that are possible, each with its bytes and seconds; none where
+        the levers are chosen already (`chosen`). First come those of allowed levers only, the cheapest first. With
+        `further`, others follow that would help: they have levers that are not allowed, `wanted` returns True for them,
+        and the fewest levers come first.
 
         `gradients_held`: the call adds to existing gradients, which rules out stepping in the backward."""
         levers = self._possible(gradients_held) if self.chosen is None else []

@@ -1,4 +1,5 @@
-"""Plans made earlier, on disk, or by another rank: read, checked against the graphs to run, and agreed on.
+"""Plans that were made earlier and are on disk, or that another rank made: how they are read, checked against the
+graphs that are to run, and agreed on by all ranks.
 
 Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the call is
 planned as if there were none. Plans are not trusted either: a plan's schedule is simulated, and every figure by which
@@ -93,8 +94,8 @@ _MOST = 256
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan as it is stored on disk: without graphs, but with its lever set, as an index among the planner's sets, and
-    the bytes that its compiled code holds."""
+    """A plan as it is stored on disk, without graphs. Stored with it are its schedule, the index of its lever set among
+    the planner's sets, and the bytes that its compiled code holds."""
 
     plan: Plan
     """The plan, without graphs."""
