@@ -42,7 +42,8 @@ class Difference:
     """How far a tensor of the optimised run differs from that of the plain run.
 
     `absolute` is the largest difference of two elements; `relative` divides it by the largest element of the plain
-    tensor. Both are infinite where only one of the two tensors exists or is finite.
+    tensor. Both are 0 for tensors with the same bits. Of other tensors both are infinite if one is missing or has an
+    element that is not finite; `relative` also if the plain tensor is all zeros and the other is not.
     """
 
     name: str
@@ -64,8 +65,8 @@ class Difference:
 
 
 def differences_of(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference, ...]:
-    """For each tensor, the largest of its differences from the plain run in several runs of the optimised model
-    (`ours`)."""
+    """The difference of each tensor from the plain run (`plain`), one for each name. `ours` has the tensors of several
+    runs of the optimised model; of their differences, the largest relative one is returned."""
     names = dict.fromkeys(name for tensors in (plain, *ours) for name in tensors)
     return tuple(
         max(
@@ -78,8 +79,8 @@ def differences_of(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference,
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step of the optimised model compared with one of the plain model from the same state, batch and random numbers,
-    and the errors of both, and of a step under torch.autocast, against a reference."""
+    """A step of the optimised model compared with one of the plain model. Both start from the same state, batch and
+    random numbers. `accuracies` has the errors of these steps, and of one under torch.autocast, against a reference."""
 
     plain: StepRun
     optimized: StepRun
@@ -99,7 +100,8 @@ class Comparison:
 
     @property
     def loss_error(self) -> float:
-        """The absolute difference of the two losses; infinite where only one is finite."""
+        """The absolute difference of the two losses: 0 where they are equal or both NaN, infinite where they differ and
+        one is not finite."""
         if self._same_loss:
             return 0.0
         error = abs(self.optimized.loss - self.plain.loss)
@@ -122,7 +124,8 @@ class Comparison:
         return losses[0] == losses[1] or all(map(math.isnan, losses))
 
     def table(self) -> str:
-        """The runs side by side, then the gradients and buffers that differ, the worst first, as text."""
+        """The comparison as text: a verdict, the runs side by side, the gradients and buffers that differ, the worst
+        first, and the notes."""
         differing = sorted(
             (found for found in (*self.gradients, *self.buffers) if not found.bitwise),
             key=lambda difference: -difference.relative,

@@ -124,8 +124,9 @@ class LockCheck:
 
     @property
     def grown(self) -> tuple[str, ...]:
-        """Those of the figures "plain", "planned", "smallest" and "added" that grew by more than 1% (`TOLERANCE`): of
-        the locked figure, or, for "added", of the locked step's time."""
+        """The names of the figures that grew by more than 1% (`TOLERANCE`), among "plain", "planned", "smallest" and
+        "added". The growth of "added" is measured against the locked step's time, that of others against the locked
+        figure."""
         return tuple(
             figure
             for figure in _NAMES
@@ -153,10 +154,10 @@ class LockCheck:
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
-        """The lines of code because of which the first figure in `grown` grew, in the order of the step: those that
-        allocate more bytes than before, or are no longer under activation checkpoints. If there are none: those with
-        more bytes alive at that figure's peak (for "added": with a longer recomputation). If there are none of these
-        either: those that compute more bytes within kernels."""
+        """The lines of code because of which the first figure in `grown` grew, in the order of the step; empty if no
+        figure grew. They are the lines that allocate more bytes than before or are no longer under activation
+        checkpoints. Where no line does, they are those with more bytes alive at the figure's peak (for "added": with a
+        longer recomputation); where there is none either, those that compute more bytes within kernels."""
         return tuple(_culprits(self.locked.rows, self.now.rows, self.grown[0])) if self.grown else ()
 
     def __str__(self) -> str:

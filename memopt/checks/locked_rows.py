@@ -61,8 +61,9 @@ FIGURES = ("made", "fused", "plain", "planned", "smallest", "added", "calls", "c
 
 
 def locked_rows(plan: Plan) -> tuple[LockedRow, ...]:
-    """The rows of a memory lock, in the order of the step, from a plan with its graphs. At each peak their bytes add up
-    to that peak."""
+    """The rows of a memory lock, in the order of the step, from a plan with its graphs. Counted once for each module
+    of a row, the bytes `plain` of all rows add up to the peak of the captured step, `planned` to that of the planned
+    step, and `smallest` to that of the step within the smallest budget."""
     return tuple(_alike(_rows(plan, step_of(plan))))
 
 

@@ -78,9 +78,9 @@ def measured(
 
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
-    """Run a step from the state `start` (the forward is `call()`), in which the model is planned and compiled; peak and
-    seconds are not measured. If `low`, the 16-bit dtype that it computes in, is fp16, the loss is scaled by 65,536;
-    None is returned if gradients are not finite then."""
+    """Run a step from the state `start` (the forward is `call()`), in which the model is planned and compiled. Its peak
+    and seconds are not measured, and are 0 in the result. If `low`, the 16-bit dtype that the step computes in, is
+    fp16, the loss is scaled by 65,536; None is returned if a gradient is not finite then."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     step = _step(StepRun(train(call, scale), 0, 0.0, scale), start)
@@ -102,8 +102,9 @@ def scaled(
     low: torch.dtype | None,
     context: Context = nullcontext,
 ) -> MeasuredStep:
-    """Run and measure a step as `measured` does. If `low`, the 16-bit dtype that it computes in, is fp16, it is
-    repeated with smaller loss scales until all gradients are finite; else the scale is 1."""
+    """Run and measure a step as `measured` does, with a loss scale that suits `low`, the 16-bit dtype that the step
+    computes in (None for fp32). For fp16 the step is repeated with smaller scales until all gradients are finite or the
+    scale is 1; for other dtypes the scale is 1."""
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     while True:
         step = measured(call, start, beside, scale, context)

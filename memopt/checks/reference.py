@@ -67,7 +67,7 @@ class Accuracy:
     @property
     def worst(self) -> GradientError | None:
         """The gradient with the largest relative error, among those that are more than rounding noise
-        (`GradientError.counts`); None without any gradient."""
+        (`GradientError.counts`), or among all if every one is only noise; None without any gradient."""
         return next(iter(self.worst_first), None)
 
     @property
@@ -150,9 +150,10 @@ def float64_step(
     after: tuple[Any, ...],
 ) -> Exact | str:
     """Train one forward and backward of a deep copy of `model` in float64, from the generator states `generators`.
+    `call` has the arguments and keywords; `loss_fn` is the loss function, None if the model returns its loss.
 
-    Operators that the model tells to compute in fp32 compute in float64 too. Random numbers are drawn in fp32, so that
-    they are those of a plain step, which leaves the generators in the states `after`. The model itself is not changed.
+    Operators that the model tells to compute in fp32 compute in float64 too. Random numbers are drawn in fp32, as a
+    plain step draws them. `after` has the generator states that such a step leaves. The model itself is not changed.
 
     Where the model cannot be copied or run in float64, or drew other random numbers, the reason is returned, as the end
     of a sentence that begins with "since"."""

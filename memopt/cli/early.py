@@ -134,7 +134,8 @@ def _hub_cache() -> Path:
 
 
 def no_model(name: str, types: Iterable[str]) -> UsageError:
-    """The error for a name that no model type or class of transformers has."""
+    """The error for a name that no model type or class of transformers has. It suggests the most similar names among
+    `types`, the known model types."""
     close = difflib.get_close_matches(name.lower(), types, n=3)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) or "-" in name:
         others = f" (it has {', '.join(close)})" if close else ""

@@ -20,7 +20,7 @@ _LINES = 15
 
 def explain_file(job: Job, op: str | None) -> bool:
     """Explain the file that `job` names in place of a model, if it is a saved plan or a snapshot; returns whether it
-    is.
+    is. `op` is the value of --op, which a file does not allow; None where it is not given.
 
     Raises `PlanFileError` and `SnapshotError` for a damaged file, and `UsageError` where the file does not exist or
     options are given that apply to models only."""

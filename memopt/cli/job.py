@@ -171,7 +171,8 @@ class Prepared:
     options: PlanOptions
 
     def batch(self, make: Callable[[str], torch.Tensor]) -> Any:
-        """The example inputs as memopt takes them; `make` returns the tensor for each name in `shapes`."""
+        """The example inputs as `memopt.plan` takes them: a dict, or a tuple if they have no names. With a loss
+        function, they are a pair of the inputs and the target. `make` returns the tensor for each name in `shapes`."""
         names = [name for name in self.shapes if not (name == "target" and "loss_fn" in self.options)]
         positional = any(name.isdigit() for name in names)
         inputs: Any = tuple(map(make, names)) if positional else {name: make(name) for name in names}
@@ -180,7 +181,7 @@ class Prepared:
         return inputs
 
     def meta_batch(self) -> Any:
-        """The example inputs without memory."""
+        """The example inputs (see `batch`), with tensors on "meta"."""
         return self.batch(lambda name: self.shapes[name].meta())
 
 

@@ -29,7 +29,8 @@ Factory = Callable[[], tuple[nn.Module, Any]]
 
 
 def model_factory(name: str, settings: Iterable[str]) -> Factory:
-    """A function that makes the model of that name, and its inputs if it gives some: see `MODEL` in the help text.
+    """A function that makes the model called `name` (see `MODEL` in the help text) and its example inputs. The inputs
+    are None unless the name is that of a user's function that returns some.
 
     Args:
         settings: "name=value" texts: keywords of the user's function, or fields of the architecture's configuration.
@@ -107,8 +108,8 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
 
 
 def on_meta(build: Factory) -> tuple[nn.Module, Any]:
-    """The model on "meta" in training mode, and its inputs. A model that cannot be built there is built on the CPU
-    first, and a line on stderr says so."""
+    """The model that `build` makes, on "meta" and in training mode, and its example inputs (None if `build` gives
+    none). A model that cannot be built on "meta" is built on the CPU first, and a line on stderr says so."""
     try:
         with torch.device("meta"):
             model, inputs = build()

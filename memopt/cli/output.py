@@ -89,8 +89,8 @@ def check_file(option: str, file: str | None) -> None:
 
 
 def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str, Any]:
-    """A failure for JSON: a `BudgetError` as `refusal_figures` gives it; any other error as a dict with `sentence`
-    under "error", and "exit_code"."""
+    """A failure for JSON: what `refusal_figures` returns for a `BudgetError`; for any other error a dict with
+    `sentence` under "error" and `exit_code` under "exit_code"."""
     from memopt.errors import BudgetError
 
     return refusal_figures(error) if isinstance(error, BudgetError) else {"error": sentence, "exit_code": exit_code}

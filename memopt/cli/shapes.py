@@ -55,8 +55,8 @@ Shapes = dict[str, Shape]
 
 
 def parse_shapes(written: Iterable[str]) -> Shapes:
-    """The shapes as written on the command line. Raises `UsageError` for a text that is no shape, for one name twice,
-    and where only some have names."""
+    """The shapes as written on the command line, by the names of inputs, or by "0", "1" and so on if they have none.
+    Raises `UsageError` for a text that is no shape, for one name twice, and where only some inputs have names."""
     shapes: Shapes = {}
     for number, text in enumerate(written):
         found = _WRITTEN.fullmatch(text.strip())
@@ -111,7 +111,8 @@ def shapes_of(inputs: Any, name: str, *, with_target: bool) -> Shapes:
 
 
 def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
-    """The shapes that are given, and those of the model's main input and labels where they are left out.
+    """The shapes in `given`, or that of the model's main input if there are none. Unless inputs are positional, those
+    of the model's labels are added where they are missing and known.
 
     Raises `UsageError` for inputs that the model's forward does not take, for those that it needs and that are not
     given, and, if no shapes are given, for a model whose inputs are not known.

@@ -44,7 +44,7 @@ class Fate(Enum):
 
 
 def fate_of_gradient(leaf: torch.Tensor) -> Fate:
-    """The use that the running backward pass will make of a leaf's gradient. To be called inside one."""
+    """The use that the running backward pass will make of a leaf's gradient. To be called inside a backward pass."""
     return fate_at(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
@@ -66,8 +66,8 @@ def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
     """For each tensor input of the captured region whose backward runs: the leaf that was passed as this input, and
     what autograd does with its gradient; (None, `Fate.RETURNED`) where the input was no leaf.
 
-    Every backward needs this for all inputs, so they are looked up at once: a call for each would take longer than the
-    rest of memopt's work there."""
+    Every backward needs this for all inputs, so they are looked up at once: a call for each would take longer than
+    the rest of memopt's work in that backward."""
     nodes: list[Any] = [node for node, _ in current_node().next_functions]
     leaves = [getattr(node, "variable", None) for node in nodes]
     executes = torch._C._will_engine_execute_node
@@ -164,13 +164,15 @@ class Retention:
         return Retention(self.kept or other.kept, tuple(derived), self.parameters | other.parameters)
 
     def covers(self, other: Retention) -> bool:
-        """Whether a step that keeps graphs as `other` says keeps no more of them than one that does as `self` says."""
+        """Whether `other` keeps no more than `self`: neither its flag, nor any of its counts or parameters goes beyond
+        those of `self`."""
         return self | other == self
 
     def further(self, order: int, parameters: frozenset[int] = frozenset()) -> Retention:
-        """A copy that counts one more computation of gradients with a graph of their own. `order` is 1 for gradients of
-        the forward, 2 for gradients of such gradients, and so on; a number above the next order that has not been
-        counted yet is taken as that order. `parameters` has the `id`s of parameters whose gradients are computed."""
+        """A copy whose `derived` counts one more computation of gradients with a graph of their own. `order` is 1 for
+        gradients of the forward, 2 for gradients of such gradients, and so on; it is lowered to 1 above the
+        highest order that `self` counts. `parameters` has the `id`s of parameters whose gradients are computed; they
+        are added to the copy's."""
         order = min(order, 1 + len(self.derived))
         derived = [*self.derived, *[0] * (order - len(self.derived))]
         derived[order - 1] += 1
@@ -233,16 +235,16 @@ def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
 
 
 def nodes_since(nodes: Iterable[Any], number: int) -> list[Any]:
-    """The given autograd nodes, and the nodes made since `next_node_number` returned `number` that a backward from them
-    reaches through nodes made since then only, in the order in which they were made. Nodes of leaves are not among
-    them."""
+    """The autograd nodes `nodes`, and those behind them that were made since `next_node_number` returned `number`, in
+    the order in which they were made. Nodes that a backward from `nodes` reaches only through older ones are left out,
+    and so are nodes of leaves."""
     found = _reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number)
     return sorted(found, key=lambda node: node._sequence_nr())
 
 
 def nodes_with(mark: str, value: object, tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The autograd nodes that plain tensors among `tensors` depend on and that have `value` in the collection with the
-    name `mark` in their metadata."""
+    """The autograd nodes with `value` in the collection `node.metadata[mark]` that tensors among `tensors` depend on.
+    Tensor subclasses are skipped."""
     plain = [one for one in tensors if type(one) is torch.Tensor and one.requires_grad]
     return [node for node in _nodes_of(plain) if value in node.metadata.get(mark, ())]
 
@@ -267,8 +269,9 @@ def _reached_from(
 
 
 def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
-    """The autograd nodes that a backward from `roots` (tensors or edges) runs, in its order, and the nodes at which the
-    search stops: those for which `is_end` is true. Nodes of leaves are in neither list."""
+    """The autograd nodes that a backward from `roots` (tensors or edges) runs before the ends, in the order of the
+    backward, and the ends: the first node on each path for which `is_end` is true. Nodes of leaves are in neither
+    list."""
     left: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     seen: set[Any] = {None}
     nodes, ends = list[Any](), list[Any]()
@@ -285,8 +288,8 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 
 
 def passes_by(roots: Iterable[Any], mark: str, value: object) -> bool:
-    """Whether a backward from `roots` (tensors or edges) reaches a node that has `value` in the collection with the
-    name `mark` in its metadata."""
+    """Whether a backward from `roots` (tensors or edges) reaches a node with `value` in the collection
+    `node.metadata[mark]`."""
     return bool(graph_until(roots, lambda node: value in node.metadata.get(mark, ()))[1])
 
 
@@ -307,8 +310,9 @@ def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
 
 
 def gradients_asked(watcher: Watcher) -> None:
-    """As long as `watcher` is alive, call its `before_backward` when a backward of the process starts, and complete the
-    gradients that the backward computes by the `Addition`s that this method returns."""
+    """From now on, call the methods of `watcher` before and after each backward of the process. The `Addition`s that
+    its `before_backward` returns complete the gradients of that backward. Ends with the life of `watcher`, or by
+    `gradients_done`."""
     _watchers.add(watcher)
     _tell()
 
@@ -340,8 +344,8 @@ class Watcher(Protocol):
         order of the gradients from which `starts` were computed. `frees` says that the backward frees its graph."""
 
     def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Called after a backward whose gradients have a graph of their own; `gradients` is None where it has added
-        them to `.grad`."""
+        """Called after a backward whose gradients have a graph of their own. `gradients` has those that the backward
+        returns, and is None where it has added them to `.grad`."""
 
 
 def _tell() -> None:

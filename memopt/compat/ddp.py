@@ -96,8 +96,9 @@ def takes_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
 class ReducerHooks:
     """The hooks that notify a wrapper's reducer of each accumulated gradient, in Python in place of DDP's own in C++.
 
-    They do what DDP's own do: the gradient goes into its bucket, and a full bucket is exchanged. In addition, `ready`
-    does so earlier, in the middle of a backward; the hook then does nothing for that parameter in that backward."""
+    The reducer then does what it does for DDP's own hooks: the gradient goes into its bucket, and a full bucket is
+    exchanged. `ready` notifies the reducer earlier, in the middle of a backward; the hook then does nothing for that
+    parameter in that backward."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         anything: Any = wrapper
@@ -137,7 +138,8 @@ class ReducerHooks:
         self._tell(number)
 
     def take_over(self) -> None:
-        """Replace the reducer's own hooks by these, at the first call only. To be called outside of a backward."""
+        """Replace the reducer's own hooks by those of this object. Nothing is done at later calls, and where parameters
+        were frozen since DDP wrapped the model. To be called outside of a backward."""
         if self._moved or not self._parameters:
             return
         reducer: Any = self.reducer()

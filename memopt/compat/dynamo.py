@@ -119,7 +119,7 @@ def capture_settings() -> Iterator[None]:
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
     default, torch 2.11 skips the guards of parameters, and under Python 3.13 those of whole modules, as long as the
-    modules' dicts are unchanged. `requires_grad_` does not change these: the parameter would get no gradient."""
+    modules' dicts are unchanged. `requires_grad_` does not change the dicts: the parameter would get no gradient."""
     import torch._dynamo.config as dynamo_config
     from torch._dynamo import eval_frame
 
@@ -235,8 +235,9 @@ class SeenSizes:
 
 @contextmanager
 def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
-    """Context in which Dynamo, where it captures a call, makes symbols of the sizes of these dimensions of tensors,
-    unless the code requires one value. Afterwards the tensors have their earlier marks (`mark_dynamic`) again."""
+    """Context in which Dynamo makes symbols of some sizes in the calls that it captures, unless the code requires one
+    value. `places` names the sizes, each by a tensor and a dimension. After the context the tensors have the marks
+    (`mark_dynamic`) that they had before."""
     from torch._dynamo import maybe_mark_dynamic
 
     chosen = list(places)
@@ -255,9 +256,9 @@ def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None
 
 @contextmanager
 def without_propagated_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Context in which these tensors lack the marks that compiled code leaves on the dimensions of tensors that it
-    saves or returns, inputs included, where a size was a symbol. Dynamo would otherwise make a symbol of that size in
-    every later capture, of other models too."""
+    """Context in which `tensors` lack the marks by which Dynamo makes symbols of their sizes. Compiled code leaves such
+    marks on the tensors that it saves or returns, inputs included, for each size that was a symbol in it. They would
+    act in every later capture, of other models too."""
     hidden = [(tensor, vars(tensor).pop(_PROPAGATED, None)) for tensor in tensors]
     try:
         yield

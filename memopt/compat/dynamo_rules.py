@@ -151,8 +151,8 @@ _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", defau
 @contextmanager
 def keeping_requires_grad() -> Iterator[None]:
     """Context, within `capture_settings`, in which Dynamo does not break the graph at `value.requires_grad_()`, for an
-    intermediate value or a tensor that the call is given. It writes the call into the graph as a node that nothing
-    reads, and continues with a value that requires a gradient.
+    intermediate value or a tensor that is passed to the compiled call. Instead, Dynamo writes `requires_grad_` into the
+    graph as a node that nothing reads, and continues with a value that requires a gradient.
 
     Dynamo by itself breaks the graph there, since an input would change, and AOTAutograd would lose the gradient of an
     intermediate value that the region returns. The caller has to replace the node, make the input require a gradient

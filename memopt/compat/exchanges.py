@@ -61,8 +61,8 @@ class _Block:
 
 
 class Resharding:
-    """The blocks of a model whose parameters `fully_shard` frees (reshards) after their forward, and for how many of
-    the last blocks they stay gathered until the backward instead.
+    """Keeps the parameters of a model's last blocks gathered from their forward to their backward (`keep`), where
+    `fully_shard` would free (reshard) them after the forward.
 
     Blocks whose `reshard_after_forward` the user has set to False or to a number of ranks are not changed. The last
     blocks stay gathered for the shortest time, since their backward comes first."""
@@ -75,8 +75,8 @@ class Resharding:
 
     @cached_property
     def blocks(self) -> tuple[_Block, ...]:
-        """The blocks in the order of the model's modules. To be read after the model's first forward, in which FSDP2
-        finds out which part is the root."""
+        """The blocks that `fully_shard` frees after their forward, in the order of the model's modules; the root is not
+        among them. To be read after the model's first forward, in which FSDP2 finds out which part is the root."""
         found: dict[int, _Block] = {}
         for path, module in self.model.named_modules():
             groups = groups_of(module, recurse=False)
@@ -167,9 +167,9 @@ def _gather(usual: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any,
 
 
 def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-    """Write this rank's part of the reduced input to the output; both have one dimension. Like gloo's own
-    reduce-scatter this reduces a copy of the whole input, but the copy belongs to this thread, which waits until gloo's
-    threads have dropped it."""
+    """Reduce `input_tensor` over the ranks of `group` by `op`, and write this rank's part to `output_tensor`; both have
+    one dimension. `async_op` is ignored. Like gloo's own reduce-scatter this reduces a copy of the whole input, but the
+    copy belongs to this thread, which waits until gloo's threads have dropped it."""
     copy = input_tensor.clone()
     with settling(copy):
         distributed.all_reduce(copy, op, group=group)
@@ -230,8 +230,8 @@ def trains(schedule: Any) -> bool:
 
 def in_flight(schedule: Any) -> list[tuple[int, dict[int, int]]]:
     """For each forward and backward that this rank runs in a step of one of torch's pipeline schedules, in order: the
-    index of its stage, and for each stage of this rank the number of microbatches whose forward has begun and whose
-    backward is not over."""
+    index of its stage, and the microbatches in flight while it runs, as a count for the index of each stage of this
+    rank. In flight are those whose forward has begun and whose backward is not over, the one that runs included."""
     waiting = {stage.stage_index: 0 for stage in stages_of(schedule)}
     found = []
     for stage, kind in _actions(schedule):

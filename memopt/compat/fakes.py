@@ -82,8 +82,8 @@ def _broadcasting(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @cache
 def know_resizing_gradients() -> None:
-    """Register rules for the results, on fake tensors with symbolic sizes, of the backwards of the `upsample_*`
-    operators for which torch has rules for fixed sizes only."""
+    """Register rules by which the backwards of `upsample_*` operators run on fake tensors with symbolic sizes. They are
+    for the operators whose own rules in torch take fixed sizes only."""
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     linear, nearest = "linear1d bilinear2d trilinear3d bicubic2d", "nearest1d nearest3d"
@@ -153,7 +153,7 @@ def traced_mode() -> FakeTensorMode:
 def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """A new fake mode, and fakes in it for a region's inputs. To be called inside a Dynamo backend.
 
-    Tracing may write to these fakes; those of Dynamo and AOTAutograd remain as they are.
+    Tracing may write to these fakes without changing those of Dynamo and AOTAutograd.
     """
     context: Any = torch._guards.TracingContext.get()
     mode = FakeTensorMode(shape_env=context.fake_mode.shape_env)
@@ -172,10 +172,10 @@ def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
 
 @contextmanager
 def unknown_numbers(inputs: Sequence[Any]) -> Iterator[list[Any]]:
-    """Context that gives fake tensors for a region's inputs, to run the region on. As while the region is traced,
-    `item()` of a number among them (0-dimensional, without gradient) returns a symbol of unknown value. Numbers are
-    cloned for this: in the first fake of an input torch stores a symbol with the input's value (`item_memo`), which
-    clones lack. To be called inside a Dynamo backend."""
+    """Context that gives fake tensors for a region's inputs, to run the region on. `item()` of one that is a number
+    (0-dimensional, without gradient) returns a symbol of unknown value, as it does while the region is traced. For
+    this, the fakes of numbers are clones: torch stores a symbol with the input's value in the first fake of an input
+    (`item_memo`), and a clone has no such symbol. To be called inside a Dynamo backend."""
     mode, fakes = fresh_fakes(inputs)
     shapes: Any = mode.shape_env
     with mode, shapes.ignore_fresh_unbacked_symbols(), failing_on_fakes():

@@ -103,7 +103,8 @@ def _stage(tensor: torch.Tensor) -> None:
 
 
 class Exchange:
-    """Takes the place of FSDP2's exchange `usual`: allocates the same tensors, but calls `run` to exchange them."""
+    """Takes the place of FSDP2's exchange `usual`: allocates the same tensors, but calls `run`, with the arguments that
+    `usual` would get, to exchange them."""
 
     def __init__(self, usual: Any, run: Callable[..., None]) -> None:
         self.usual, self.allocate, self.run = usual, usual.allocate, run
@@ -169,8 +170,9 @@ class Gathered:
 
     @property
     def waiting_bytes(self) -> int:
-        """Within `without_exchange`, which sets aside the gradients of earlier backwards: the bytes of those that a
-        real step would still hold now, since the running backward has made no gradient in their place yet."""
+        """The bytes of the gradients of earlier backwards that `without_exchange` has set aside and that a real step
+        would still hold now. A gradient counts until the running backward has made another in its place. 0 outside of
+        `without_exchange`."""
         return sum(gradients.waiting_bytes for gradients in self._whole)
 
     def memory(self) -> Iterator[torch.Tensor]:

@@ -90,14 +90,16 @@ _FIRST = -1
 
 
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
-    """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it: autograd calls
-    `first`, and the owner of the table calls hooks added later. The table does not keep the tensor alive."""
+    """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it. Autograd calls
+    `first` with the gradient. The hooks that are added later are left to the caller of this function, unless `at_once`
+    of the table is true. The table does not keep the tensor alive."""
     return _put_in(tensor, DeferredHooks(first))
 
 
 def hooks_to_come(tensor: torch.Tensor) -> dict[int, Any]:
-    """The table in which `Tensor.register_hook` puts the hooks of a tensor that is no leaf. A hook that refers to
-    another result of the node that made the tensor is never freed, unless it is removed from the table."""
+    """The table in which `Tensor.register_hook` puts the hooks of a tensor that is no leaf; if the tensor has none, an
+    empty one is put in it. A hook that refers to another result of the node that made the tensor is never freed, unless
+    it is removed from the table."""
     table = tensor._backward_hooks
     return _put_in(tensor, OrderedDict()) if table is None else table
 

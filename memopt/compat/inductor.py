@@ -65,10 +65,11 @@ def compile_by_inductor(
     """Compile a region with inductor and `partition`, and return the callable. The graph module must not be used
     afterwards.
 
-    `partition` gets the joint graph after inductor's decompositions and joint passes. `made(compiled, inputs,
-    is_backward)` is called with the compiled forward and with the compiled backward, each with its `source_code`, and
-    with the placeholders of its graph; what it returns runs in their place. AOTAutograd's cache of whole regions is
-    off, since a hit would skip the partition; `plan_hash()` is part of the key of inductor's graph cache.
+    `partition` gets the joint graph after inductor's decompositions and joint passes. `made(compiled, placeholders,
+    is_backward)` is called once for the forward and once for the backward: `compiled` is the half as inductor has
+    compiled it, with its `source_code`, and `placeholders` are those of its graph. What `made` returns runs in place of
+    `compiled`. AOTAutograd's cache of whole regions is off, since a hit would skip the partition; `plan_hash()` is part
+    of the key of inductor's graph cache.
 
     Raises what `partition` raises, and `InductorFailed` where inductor fails."""
     import torch._functorch.config as functorch_config

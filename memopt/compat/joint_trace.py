@@ -220,7 +220,8 @@ def _gapless(own: Callable[..., Any]) -> Any:
 
 
 def constants_as_attributes(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with its buffers turned into plain attributes, which AOTAutograd treats as constants."""
+    """Turn the buffers of a module into plain attributes, which AOTAutograd treats as constants. Returns the same
+    module."""
     for name, constant in list(module._buffers.items()):
         del module._buffers[name]
         setattr(module, name, constant)
@@ -329,8 +330,9 @@ def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Itera
 
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
     for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call again without it.
-    This context prevents that for the symbols of the fake mode `mode` that no operator of `joint` reads. Without
-    `joint` it does so for all symbols: a second trace of a region reads new symbols in the place of these.
+    This context prevents that for the symbols of the fake mode `mode` that no operator of `joint` reads; nothing is
+    done if `mode` is None. Without `joint` it does so for all symbols of the mode, as a second trace of a region needs:
+    that trace makes new symbols, and reads those instead.
     """
     from torch._dynamo.symbolic_convert import TensorifyState
 

@@ -80,7 +80,8 @@ def called_plainly(module: nn.Module) -> Iterator[None]:
 
 
 def modules_compiled(model: nn.Module) -> bool:
-    """Whether any module in a model runs compiled code."""
+    """Whether `torch.compile` made the model or a module in it, or a module in it has a `compiled_call`; that of the
+    model itself does not count."""
     return any(inside_compiled(one) or (one is not model and compiled_call(one)) for one in modules_of(model))
 
 

@@ -81,9 +81,9 @@ def without_modes() -> AbstractContextManager[Any]:
 
 def kernels_as_in_eager_mode() -> AbstractContextManager[None]:
     """Context in which a dispatch mode runs operators on real values as eager mode does: their kernels see that a
-    tensor is a lazy conjugate or negative. Inside of a mode torch leaves these dispatch keys out, and a kernel that
-    makes such views itself (`linalg_pinv` of complex numbers) would read their memory as it is, and compute with other
-    values."""
+    tensor is a lazy conjugate or negative. Inside of a mode torch leaves these dispatch keys out. A kernel that makes
+    such views itself (`linalg_pinv` of complex numbers) would then read their memory without the conjugation or sign,
+    and compute with wrong values."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     excluded = excluded.remove(DispatchKey.Conjugate).remove(DispatchKey.Negative)
     return torch._C._ForceDispatchKeyGuard(included, excluded)
@@ -222,10 +222,11 @@ def requiring_grad(value: torch.Tensor) -> torch.Tensor:
 def custom_function(
     forward: Callable[..., Any], backward: Callable[..., Any], not_differentiable: Sequence[int], *inputs: Any
 ) -> Any:
-    """The outputs of an `autograd.Function` whose backward can be differentiated again.
+    """The outputs, for `inputs`, of an `autograd.Function` whose backward can be differentiated again.
 
-    `forward` returns the outputs, and the values that `backward` takes after the gradients of the outputs;
-    `not_differentiable` holds the positions of outputs without gradients. The operator that torch itself captures for
+    `forward(*inputs)` returns the outputs, and values for `backward`. `backward` takes the gradients of the outputs,
+    then these values, and returns the gradients of `inputs`. `not_differentiable` holds the positions of outputs
+    without gradients. The operator that torch itself captures for
     such a function runs the backward without autograd: second derivatives would silently be zero.
     """
     apply: Any = _Function.apply

@@ -70,8 +70,9 @@ def replace_saved(
     nodes: Iterable[Any], kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor]]
 ) -> int:
     """Free the tensors on a device that autograd nodes have saved, except those at the addresses `kept`. A backward
-    then reads what `values` returns: what equal nodes in the same order have saved (`all_saved`). Returns the bytes
-    freed, without those that other code still holds."""
+    that reads a freed tensor calls `values`, and reads the result in its place: `values` returns the tensors that equal
+    nodes in the same order have saved (`all_saved`). Returns the bytes freed, without those that other code still
+    holds."""
     later, freed = _Later(values), dict[int, tuple[WeakStorage, int]]()
     number = -1
     for node in nodes:
@@ -126,14 +127,15 @@ _PACKED = "the user's hooks packed what it saved"
 
 
 def unseen_by_hooks() -> AbstractContextManager[None]:
-    """A context whose saved tensors do not go to saved-tensor hooks of the user's around it: a checkpoint counts what
-    the forward saves, and memopt's own runs are no part of that. Hooks set within the context work."""
+    """A context in which the tensors that autograd saves do not go to saved-tensor hooks that were set outside of it.
+    A checkpoint, for instance, counts what the forward saves, and must not count memopt's own runs. Hooks that are set
+    within the context work."""
     return _set_aside(lambda: True)
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[None]:
-    """A context whose saved tensors do not go to a `torch.utils.checkpoint` around it: a planned forward saves what its
-    plan says, and a second run in the backward would take its time and memory again."""
+    """A context in which the tensors that autograd saves do not go to a `torch.utils.checkpoint` around it. A planned
+    forward saves what its plan says; a second run of it in the backward would take its time and memory again."""
     return _set_aside(lambda: checkpoint_around() is not None)
 
 

@@ -199,8 +199,8 @@ def plain_symbol(size: int | torch.SymInt) -> str | None:
 
 
 def symbol_values(symbolic: Sequence[Any], concrete: Sequence[Any]) -> dict[Any, int]:
-    """The value of each symbol that is an input or in an input's sizes or strides; `concrete` are the inputs'
-    values."""
+    """Sympy expression → value, for each symbolic number among the inputs `symbolic` and each symbolic size or stride
+    of a tensor among them. `concrete` has the same inputs, in order, with values."""
     found: dict[Any, int] = {}
     for one, other in zip(symbolic, concrete, strict=True):
         pairs = [(one, other)]
@@ -216,15 +216,16 @@ def with_values(sizes: Iterable[int | torch.SymInt], values: Mapping[Any, int]) 
 
 
 def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
-    """Equate the data-dependent symbols in `result`, of a second run of `node` in the fake mode, with the first
-    run's."""
+    """Make the data-dependent symbols in `result` equal to those that the first run of `node` in the fake mode made.
+    `result` is what a second run returned."""
     from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
     rebind_unbacked(mode.shape_env, node, result)
 
 
 def limit_of(size: torch.SymInt) -> int | None:
-    """The largest value that the conditions known so far allow for a size; None where they set no limit."""
+    """The largest value of a symbolic size that the conditions recorded at the time of the call allow; None where they
+    set no limit."""
     node: Any = size.node
     upper = node.shape_env.bound_sympy(node.expr).upper
     return int(upper) if _is_limit(upper) else None
@@ -240,10 +241,10 @@ _NO_LIMIT = 2**62
 
 
 class AssumedSizes:
-    """The conditions on the sizes of a region under which its graphs are valid, including those found when they were
-    traced, after Dynamo's callback.
+    """The conditions on the symbolic sizes of a region (`sizes`) under which its graphs are valid.
 
-    Dynamo itself checks only the conditions that it knows when its callback returns."""
+    Dynamo itself checks only the conditions that it knows when its callback returns. Those that are found later, while
+    graphs are traced, are included here."""
 
     def __init__(self, sizes: Sequence[torch.SymInt]) -> None:
         self._sizes = sizes

@@ -94,15 +94,16 @@ _LAYOUTS = {
 
 
 def special_kind(tensor: torch.Tensor) -> str:
-    """The kind of a tensor that is no plain array of numbers in memory, such as "sparse CSR"; "" for plain ones, and
-    for wrappers that torch.compile can trace."""
+    """The kind of a tensor that is no plain array of numbers in memory, such as "sparse CSR" or "jagged nested"; "" for
+    plain ones, and for all other wrappers (`is_wrapper`)."""
     if tensor.is_nested and tensor.layout is torch.strided:
         return "strided nested"
     return "quantized" if tensor.is_quantized else _LAYOUTS.get(tensor.layout, "")
 
 
 def sizes_within(tensor: torch.Tensor) -> Sequence[int]:
-    """The sizes of a tensor; for a sparse or nested one, followed by those of the tensors that hold its memory."""
+    """The sizes of a tensor. For a nested one, those of the tensors inside; for one of another special kind
+    (`special_kind`), its own, then those of the tensors that hold its memory."""
     if not special_kind(tensor):
         return tensor.shape
     if tensor.is_nested and tensor.layout is torch.strided:

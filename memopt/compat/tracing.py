@@ -44,8 +44,8 @@ PRIVATE_NAMES = (
 
 
 def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The graph of `call` on fakes of `mode`, in the operators as it calls them, before any is decomposed. To be called
-    in a Dynamo backend."""
+    """The graph of the operators that `call` calls on `inputs`, fakes of `mode`, before any operator is decomposed. To
+    be called in a Dynamo backend."""
     outer: Any = torch._guards.TracingContext.get()
     inner: Any = torch._guards.TracingContext(mode)
     inner.module_context, inner.fake_mode = outer.module_context, mode
@@ -58,8 +58,8 @@ def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
     """Context, within `pre_dispatch_graph`, in which each operator call goes to `see(trace, within, operator, args,
     kwargs)` instead of the tracer.
 
-    `trace(operator, args, kwargs)` passes a call on to the tracer. Operators that are called under the mode `within` go
-    to `see` again.
+    What `see` returns is the result of the call. `trace(operator, args, kwargs)` passes a call on to the tracer.
+    `within` is the tracer's dispatch mode: operators that `see` calls under it go to `see` again.
     """
     tracer: Any = get_proxy_mode()
     go_on = tracer.__torch_dispatch__
@@ -78,9 +78,10 @@ def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
 
 
 def opaque_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode) -> Any:
-    """Calls a higher-order operator and records the call as one node, without tracing what it calls.
+    """Calls a higher-order operator and returns its result. The call is recorded as one node.
 
-    To be called within `pre_dispatch_graph`; `mode` is the fake mode of the arguments.
+    What the operator calls is not traced. To be called within `pre_dispatch_graph`; `mode` is the fake mode of the
+    arguments.
     """
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     for number, module in enumerate(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.GraphModule)):
@@ -142,7 +143,8 @@ def first_runs_as_later_ones() -> AbstractContextManager[None]:
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The module as a function of a list of arguments, which it empties: each argument is freed after its last use."""
+    """Change a module's code to take a list of arguments, and return it as a function. The function empties the list,
+    so that each argument is freed after its last use."""
     forget_erased(module.graph)
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()

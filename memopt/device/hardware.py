@@ -80,7 +80,7 @@ class Hardware:
 
     @property
     def link(self) -> Link:
-        """The link to the host's memory, as a value for the solver."""
+        """The link to the host's memory, as the solver takes it; its bandwidth is 0 for a device without one."""
         room = _HOST_SHARE * self.memory_bytes if self.host_bytes is None else self.host_bytes
         return Link(self.link_bytes_per_second * self.link_efficiency, _COPY_SECONDS, room)
 

@@ -283,9 +283,10 @@ class OpDryRun:
 def dry_run_op(
     call: OpCall, kernel_bytes: Callable[[OpCall], int], block_bytes: int = 1, *, device: str = "cpu"
 ) -> OpDryRun | None:
-    """A dry run of an operator that is written in Python (a composite of others), on tensors without memory: fake ones
-    with `device` "cpu", or "meta" ones that stand for a card whose allocator rounds blocks up to multiples of
-    `block_bytes`. None for other operators. `kernel_bytes` gives the workspace of each call within the operator."""
+    """A dry run of an operator that is written in Python (a composite of others); None for other operators. It runs on
+    tensors without memory: fake ones if `device` is "cpu"; if it is "meta", meta ones, which stand for those of a card.
+    Blocks are rounded up to multiples of `block_bytes`, as the allocator does. `kernel_bytes` gives the workspace of
+    each call within the operator."""
     implementation = IMPLEMENTATIONS.get(call.op)
     if implementation is None:
         return None
