@@ -20,7 +20,7 @@ _EXTREME_WORDS = 600
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a random generator."""
+    """The state of a random generator, which is of one of the types in `GENERATORS`."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
@@ -51,8 +51,8 @@ def draws_so_far() -> Any:
 
 @contextmanager
 def extreme_draws(*, highest: bool) -> Iterator[None]:
-    """A context in which Python's generator and numpy's draw their highest or lowest numbers, for some hundred draws;
-    after it they are as before it."""
+    """A context in which Python's generator and numpy's draw their highest or lowest numbers, for some hundred draws.
+    At its end both get back the states that they had at its beginning."""
     before = random.getstate(), np.random.get_state()
     version, words, _ = random.Random(0).getstate()
     words = *[_HIGHEST_WORD if highest else 0] * _EXTREME_WORDS, *words[_EXTREME_WORDS:-1]

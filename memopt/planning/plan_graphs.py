@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def in_columns(text: str) -> str:
-    """HTML that shows `text` with aligned columns, also in notebooks that set `<pre>` in another font."""
+    """HTML that shows `text` in a monospaced font, so that its columns are aligned, whatever font the page sets."""
     return f'<pre style="font-family: ui-monospace, Menlo, Consolas, monospace">{escape(text)}</pre>'
 
 

@@ -34,12 +34,12 @@ _AS_DECIDED = "the levers are those of the plan for other sizes of this call; no
 
 @dataclass(frozen=True)
 class Decided:
-    """The levers of a plan, which the search for a plan of the same call with other sizes tries first."""
+    """The levers of a plan. A search for the same call with other sizes tries them first."""
 
     rewriting: Rewriting
-    """The set of levers that its graphs are rewritten by."""
+    """The set of levers that the plan's graphs are rewritten by."""
     levers: tuple[str, ...]
-    """The names of those that are in use."""
+    """The names of the levers that the plan uses."""
     added_time: float
     inputs: int
     """The bytes of the call's inputs: for smaller ones, fewer levers might do."""
@@ -100,8 +100,8 @@ class PlanSearch:
         Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be traced.
 
         Args:
-            decided: the levers of a plan for other sizes of the call. If they do as well for these sizes, no others are
-                tried."""
+            decided: the levers of a plan for other sizes of the call. If a plan with these levers fits and adds about
+                as little time, no others are tried, unless the inputs are smaller now."""
         if decided is not None and (plan := self._as_decided(recorded, decided, lowering_bytes)) is not None:
             return plan
         if recorded.planner.terms.options.passes:

@@ -276,8 +276,8 @@ def smallest(joined: Joined, account: Account) -> tuple[int, str]:
 
 
 def least_on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
-    """The account as from `on_card`. Where the plan may choose between ordinary and expandable segments, the account
-    with the kind of segments that gives the lower peak."""
+    """The account with the overhead of torch's allocator for a schedule, as `on_card` finds it. Where the plan may
+    choose between ordinary and expandable segments, the kind with the lower peak is taken."""
     found = [on_card(joined, schedule, one) for one in account.by_segments]
     return min(found, key=lambda one: breakdown(joined.problem, schedule, one).peak_bytes)
 

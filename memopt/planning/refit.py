@@ -1,5 +1,5 @@
-"""Corrects a plan's peak once its graphs are compiled, and finds how many bytes the next plan must
-leave free for what compiled code holds beyond it."""
+"""Corrects a plan's peak once its graphs are compiled, and finds how many bytes the next plan must leave free, since
+compiled code holds more than was planned."""
 
 from __future__ import annotations
 
@@ -164,12 +164,12 @@ class Refit(Generic[Made]):
     _tried: set[object] = field(default_factory=set)
 
     def is_new(self, planned: Plan) -> bool:
-        """Whether no plan with these schedules was compiled in an earlier round. The search may find the same plan
-        although it leaves other bytes free for compilation; the round would compile the same code again."""
+        """Whether no earlier round compiled a plan with the schedules of `planned`. A search that leaves another number
+        of bytes free may find the same plan; compiling it would give the same code again."""
         return planned.regions not in self._tried
 
     def judge(self, planned: Plan, compiled: Plan, made: Made) -> None:
-        """Record a round: the step as `planned`, the same with the peak of its `compiled` code, and that code, `made`.
+        """Record a round: its plan (`planned`), the plan with its code's peak (`compiled`), and that code (`made`).
 
         The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan. From the second round over
         budget on, it also leaves free 1, 3, 7, … times this round's excess, since a plan for a few bytes less often has
@@ -214,5 +214,5 @@ class Refit(Generic[Made]):
 
     @property
     def fits(self) -> bool:
-        """Whether the compiled code of any plan so far fits the budget."""
+        """Whether the compiled code of any round fits the budget."""
         return bool(self._fitting)

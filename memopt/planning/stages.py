@@ -121,9 +121,9 @@ class Traced:
 
     @property
     def callers_code(self) -> tuple[int, int]:
-        """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and, for a
-        guess, how many more a plan leaves free as far as the budget allows. Both are 0 where the situation itself
-        says how many bytes that code allocates (`Situation.meanwhile`)."""
+        """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and the bytes
+        that a plan leaves free in addition, if the budget allows it, because the first number is a guess (else 0).
+        Both are 0 where the situation itself says how many bytes that code allocates (`Situation.meanwhile`)."""
         if self.recorded.situation.meanwhile is not None:
             return 0, 0
         return self.recorded.planner.accounts.beside.until_backward(self.step.tangent_bytes)
@@ -284,7 +284,8 @@ class Priced:
         return min(smallest(one.step.problem, one.account) for one in self.on_either_side())
 
     def on_either_side(self) -> tuple[Priced, ...]:
-        """The step as it is; and, if no parameters lie on the host yet, also with as many there as possible."""
+        """This step; and, if it has no parameters on the host but may have some there, the step with as many there as
+        possible."""
         everything = None if self.step.settings.hosted else self.hosting_all()
         return (self,) if everything is None else (self, everything)
 

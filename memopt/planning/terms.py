@@ -99,8 +99,8 @@ class ModelTerms:
         return self.options.backend_on(self.device().type)
 
     def call_backend(self, *, whole: bool) -> str:
-        """The backend of a call, which is one region if `whole`. It is "aten" for a call of several
-        regions in a process group: only of a call of one region do ranks share the bytes that compiled code holds."""
+        """The backend of a call; `whole` says that the call is one region. For a call of several regions in a process
+        group it is "aten": ranks tell each other what compiled code holds only for calls of one region."""
         return self.backend if whole or not has_ranks() else "aten"
 
     @property
@@ -153,7 +153,7 @@ class ModelTerms:
 
     @cached_property
     def idle_levers(self) -> frozenset[str]:
-        """The names of allowed levers that need a step in 16 bits, where precision "auto" gives fp32; none is tried."""
+        """The names of allowed levers that are not tried, as they need 16 bits and precision "auto" gives fp32 here."""
         if self.options.precision != "auto" or self.rewriting.autocast is not None:
             return frozenset()
         return frozenset(lever.name for lever in self.options.levers if lever.graph and lever.graph.needs_low)

@@ -19,18 +19,18 @@ SEARCH, CAPTURE, ADAPTERS = 0.4, 2.0, 4.0
 
 @dataclass
 class Tries:
-    """How much work may still go into trying changes with which a step that no plan fits would fit: its `BudgetError`
-    names those that help. Work is counted in graph nodes to trace, so that the error says the same on every machine.
-    `untried` lists the changes that would take more."""
+    """The work that may still go into trying changes with which a refused step might fit. Its `BudgetError` names the
+    changes that help. Work is counted in graph nodes to trace, so that the error says the same on every machine.
+    `untried` lists the changes that would take more work than is left."""
 
     left: float
     untried: list[str] = field(default_factory=list)
 
     @classmethod
     def beside(cls, steps: Sequence[Priced], effort: Effort) -> Tries:
-        """The work, in graph nodes to trace, that may go into trying changes after the search for a plan, which traced
-        `steps`, has found none: a fifth of the nodes of `steps`, at least 1000, with effort "default", any number with
-        "best", and 0 with "fast", so that only changes are tried that need no trace of the step."""
+        """The work, in graph nodes to trace, that may go into trying changes when a search that traced `steps` found no
+        plan. With effort "default" it is a fifth of the nodes of `steps`, but at least 1000; with "best" there is no
+        limit; with "fast" it is 0: only changes that need no trace of the step are tried."""
         if effort.name == "default":
             return cls(max(_AT_LEAST, sum(map(nodes_of, steps)) / _SHARE))
         return cls(math.inf if effort.name == "best" else 0.0)
@@ -52,7 +52,7 @@ class Tries:
 
     @property
     def notes(self) -> list[str]:
-        """A sentence on what was not tried; none where all was tried."""
+        """A list of one sentence, on the changes that were not tried; empty where all were tried."""
         if not self.untried:
             return []
         ways = "; ".join(self.untried)

@@ -278,11 +278,11 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]
     each. What it holds while the forward or the backward runs becomes a storage that lives as long.
 
     Args:
-        eager: an entry for each region, then one for the whole call, whose fields have another meaning there. `before`
-            is the most held after the call's last backward (which is the first region's: its problem gets an op for
-            that). `before_backward` is the most held between the last region's forward and the end of the call's, and
-            `during` what is held from then until the last region's backward (whose problem gets an op and a storage
-            for these).
+        eager: an entry for each region, then one for the whole call. In this last entry, `before` is the most held
+            after the call's last backward; the first region gets an op for it, since its backward is the last.
+            `before_backward` is the most held from the end of the last region's forward to the end of the call's
+            forward; the last region gets an op for it. `during` is held from the end of the call's forward until the
+            last region's backward; the last region gets a storage for it.
     """
     problem, own, around = priced.problem, eager[number], eager[-1]
     last = number == len(eager) - 2

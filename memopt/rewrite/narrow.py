@@ -61,7 +61,7 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
     hardly change if the value is rounded to bf16. The arguments are as in `narrowing`.
 
     Left out are values that are held anyway, as inputs or outputs, values that the backward reads through several
-    views, widened 16-bit values, small ones, those of which the gradient of a number is computed
+    views, widened 16-bit values, small ones, those from which the gradient of a single-number parameter is computed
     (`read_for_numbers`), and all that the author or the user wants in fp32.
     """
     backward = backward_nodes(graph)

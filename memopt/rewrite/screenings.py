@@ -95,8 +95,8 @@ class Screenings:
         return getattr(decide, "screenings", None) is not self
 
     def decide(self, graph: OperatorGraph, decide: Callable[[KeptOut], PrecisionPlan]) -> tuple[PrecisionPlan, str]:
-        """The plan that `decide` makes with operators whose values leave fp16's range kept out of fp16, and a note on
-        these operators for the plan."""
+        """The plan of dtypes that `decide` makes when it is given the operators to keep out of fp16, since their
+        values leave its range; and a note on these operators."""
         ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
         if ranges is None:
             ranges = self._in_part(graph.module)

@@ -55,9 +55,9 @@ class CallInProgress:
 
         `known` returns the existing plans for the sizes of the call. A fitting one is used although it was made for
         another situation, so that small changes on the device cause no new plan. Before a new one is made, the device
-        is searched for other tensors. Where none fits, the last plan made is returned if `make` raised no error for any
-        situation, or if that plan fits once the forwards that are still to come have run their backwards before its
-        own. Otherwise `BudgetError` is raised."""
+        is searched for other tensors. Where none fits, the last plan made is returned in two cases: `make` raised no
+        error for any situation; or the plan fits if the backwards of forwards that are still to come run before the
+        backward of this call (`Moment.may_fit`). Otherwise `BudgetError` is raised."""
         made = make(self.situation, True)
         if self.moment.fits(made.plan, self.situation):
             return made

@@ -76,8 +76,9 @@ class CheckpointedCalls:
         return None
 
     def instead_of_planning(self, now: CallInProgress, plan: Plan, planning_seconds: float) -> Choice | None:
-        """As `fitting`, for a call that could be planned; `plan` is that of a larger call. Also None once calls have
-        lost about `planning_seconds`, the time that a plan takes to make, by running with checkpoints."""
+        """The fastest choice of checkpoints with which a call that could be planned fits the budget, and the bytes of
+        its step. None where no choice fits, or if calls have lost about `planning_seconds`, the time that making a plan
+        takes, by running with checkpoints. `plan` is the plan of a larger call."""
         step_seconds = plan.step_seconds + plan.added_seconds
         if self._lost_seconds + _STEPS_OF_A_COUNT * step_seconds > planning_seconds:
             self._lost_seconds = 0.0  # the sizes that lost it are planned from now on
@@ -89,8 +90,9 @@ class CheckpointedCalls:
             self._lost_seconds += time.perf_counter() - started
 
     def run(self, choice: Choice, now: CallInProgress, plan: Plan | None) -> Any:
-        """Run a call with a choice of checkpoints that fits. `plan` is that of a larger call, where this call could be
-        planned: an estimate of the time that the checkpoints cost is then counted for `instead_of_planning`."""
+        """Run a call with a choice of checkpoints that fits, and return what the model returns. `plan` is the plan of a
+        larger call if this call could be planned, else None. If it is given, an estimate of the time that the
+        checkpoints cost is added to what `instead_of_planning` counts as lost."""
         calls, fits = choice
         started = time.perf_counter()
         result = calls.run(now, fits)

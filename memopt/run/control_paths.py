@@ -95,10 +95,10 @@ class ControlPaths:
         return self._joins[path][0] if path in self._joins else None
 
     def lacking(self, plan: Plan, between_bytes: int) -> int:
-        """The bytes by which the step of a forward that has just run by `plan`, that of the first path (`calls[0]`),
-        exceeds the plan's budget, if code between its regions holds `between_bytes` after the forward; 0 or less where
-        the step fits. If this code held fewer bytes when it was captured, what it holds during the step is assumed to
-        have grown in proportion."""
+        """The bytes by which the step of a forward that has just run exceeds its budget; 0 or less where it fits.
+        `plan` is the plan of the first path (`calls[0]`), by which the forward ran. `between_bytes` is what eager code
+        between the regions holds after the forward. If it held less when the path was captured, what it holds during
+        the step is assumed to have grown in proportion."""
         if self.new:
             self.new, self.between_bytes = False, max(self.between_bytes or 0, between_bytes)
         captured = self.calls[0]
@@ -184,9 +184,9 @@ class PlansOfPaths:
             self._plans[key] = planned
 
     def of(self, call: Call, first: Callable[[], CapturedCall]) -> ControlPaths:
-        """The paths of calls of the same kind as `call`, captured for sizes that cover its own. If there are no paths
-        yet, `first` captures the call; if the call is larger than all earlier ones, it is captured and added to
-        them."""
+        """The paths of calls of the same kind as `call`, captured for sizes no smaller than those of `call`. If there
+        are no paths yet, `first` captures the call; if the call is larger than all earlier ones, it is captured and
+        added to the paths."""
         paths = self.paths.get(self._kind(call))
         if paths is None:
             paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call, new=True)

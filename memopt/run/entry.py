@@ -89,15 +89,17 @@ class WaitingPlanned(Waiting):
 
     @abstractmethod
     def hidden_bytes(self) -> int:
-        """The bytes that it holds in tensors which a search of the device counts as elsewhere, outside of the step."""
+        """The bytes of the forward's saved tensors that a search of the device counts as elsewhere, outside of the
+        step."""
 
     @abstractmethod
     def held(self) -> list[torch.Tensor]:
-        """The tensors that its regions, and eager code between them, have saved and that are not freed yet."""
+        """The tensors that the forward's regions, and eager code between them, have saved and that are not freed
+        yet."""
 
     @abstractmethod
     def after_backward(self) -> None:
-        """Mark the forward as done."""
+        """Mark the forward as done: it holds no saved values any more."""
 
     @abstractmethod
     def undo(self) -> bool:
@@ -245,8 +247,8 @@ class Entry:
         return {id(one): one._version for one in self.model.parameters() if not one.is_inference()}
 
     def warn_beyond(self, refused: BudgetError) -> None:
-        """Warn of a step that goes on beyond the budget, instead of raising `refused`; again where one needs more than
-        those before."""
+        """Warn that a step goes on beyond the budget, instead of raising `refused`. After the first warning, only steps
+        that need clearly more than those warned of cause another."""
         if refused.smallest_bytes >= self._warned_bytes + refused.budget_bytes // WORTHWHILE:
             self._warned_bytes = refused.smallest_bytes
             warnings.warn(f"{refused.sentence}; training goes on, and such steps may exceed the budget", stacklevel=2)
@@ -287,8 +289,8 @@ class Entry:
 
     def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
         """The bytes of the latest forward's outputs that are still alive, without the model's own tensors and `inputs`.
-        0 where these bytes are too few to matter, and while any forward waits for its backward, as the bytes of its
-        outputs are counted with those that it holds."""
+        0 where these bytes are too few to matter. Also 0 while any forward waits for its backward: what a waiting
+        forward holds is counted with its outputs."""
         there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
         if sum(there.values()) <= self.notable_bytes or self.waiting() or self.plain_waiting():
             return 0
@@ -374,9 +376,9 @@ class Entry:
 
     @property
     def step_bytes(self) -> StepBytes | None:
-        """The most bytes of any step by a recent plan and of the latest plain step, field by field; None before any.
-        Where gradients exist although no plan counted on that, the peaks have room for the largest gradient a second
-        time: the backward computes it before it is added to `.grad`."""
+        """The most bytes, field by field, of the steps by recent plans and of the latest plain step; None if there were
+        no such steps. Where gradients exist now and no recent plan counted on gradients from before the step, the peaks
+        include the largest gradient once more: the backward computes it before it is added to `.grad`."""
         for number, (plan, needs) in list(self.plans.items()):
             if needs is None:
                 self.plans[number] = plan, StepBytes.of(plan)
@@ -434,9 +436,9 @@ class Entry:
         return list(held_tensors(self.optimizer)) if isinstance(self.optimizer, torch.optim.Optimizer) else []
 
     def state_to_come(self, plan: Plan, returned_bytes: int, elsewhere_bytes: int) -> int:
-        """The bytes of optimizer state that a plan counts and that did not exist at the latest search. 0 where the
-        optimizer's step would not fit the budget together with outputs of `returned_bytes` and `elsewhere_bytes`
-        outside of the step; also on a GPU, and where the plan steps parameters in the backward."""
+        """The bytes of optimizer state that a plan counts and that did not exist when the device was last searched. 0
+        where the optimizer's step would not fit the budget beside the forward's outputs (`returned_bytes`) and other
+        code's tensors (`elsewhere_bytes`). Also 0 on a GPU, and where the plan steps parameters in the backward."""
         account = plan.account
         if account.caching or any(region.steps for region in plan.regions):
             return 0

@@ -46,8 +46,8 @@ class ForwardGroups:
         return max([self.at_least, *self._earlier]) - 1
 
     def held_after(self, plan: Plan) -> int:
-        """The bytes that each forward of a group after its first is expected to hold, if the first runs by `plan`: as
-        many as the latest such forward of any group held; but at least as many as `plan` holds, if no forward that
-        waited beside that one held so many."""
+        """The bytes that each forward of a group but the first is expected to hold if the first runs by `plan`: as many
+        as the latest forward held that was not the first of its group. If the forwards that waited then all held less
+        than `plan` does, at least as many as `plan` holds."""
         after, before = self.beside_waiting or (plan.held_bytes, 0)
         return after if plan.held_bytes <= before else max(after, plan.held_bytes)

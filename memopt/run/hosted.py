@@ -136,9 +136,9 @@ def moved_to_inputs(model: nn.Module, options: Options, example_inputs: Any) -> 
 
 
 def move_to(model: nn.Module, device: torch.device) -> None:
-    """Move a model that was built on the host to a device, as `model.to` does, but with its frozen parameters stored on
-    the host. Only frozen parameters of modules that move in a way of their own, such as quantised layers, and those
-    that share memory go to the device too."""
+    """Move a model that was built on the host to a device, as `model.to` does, but leave its frozen parameters on the
+    host. Some frozen parameters move to the device, too: those of modules that move in a way of their own, such as
+    quantised layers, and those that share memory with others."""
     stay: dict[int, nn.Parameter] = {}
     _built_on_host[model] = True
     for module in model.modules():

@@ -98,8 +98,9 @@ def adopted(kept: Kept, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan 
 
 
 def agreed(plan: Plan, recorded: Recorded, lowering_bytes: int = 0) -> Plan:
-    """The plan that the first rank to need one made for this call, with this rank's graphs; `plan` itself on one
-    rank, or where that plan is not valid here. `lowering_bytes` is as for `adopted`."""
+    """The plan by which all ranks run this recorded call, with this rank's graphs: that of the rank that planned it
+    first. `plan`, this rank's own, where the ranks run no collectives together in the call, where plans like it are not
+    shared, or where the other rank's is not valid here. `lowering_bytes`: what compiled code holds beyond its plan."""
     kept = _data_of(recorded.planner, plan)
     first = of_ranks(kept, recorded, lowering_bytes) if kept else None
     if first is kept or first is None:
@@ -180,11 +181,13 @@ def as_compiled_least(
 
 
 def smallest_plan(planned_bytes: int, recorded: Recorded) -> Plan | None:
-    """The plan of a call with the smallest peak: the caller compiles it to measure the smallest budget that a
-    `BudgetError` names. A plan stored by `as_compiled_least` is returned, with an account of the bytes that are outside
-    of the step now; else the fastest plan in a budget of `planned_bytes`, the smallest budget if compiled code held
-    what is planned. None where nothing can be compiled here (`compiles`). Raises `BudgetError` where no plan
-    fits in `planned_bytes`, and `CaptureError` where the call cannot be traced."""
+    """The plan of a call with the smallest peak, to be compiled: the peak of its code is the smallest budget that a
+    `BudgetError` names. None where nothing can be compiled here (`compiles`).
+
+    If `as_compiled_least` has stored a plan, that one is returned, with the bytes that are outside of the step now in
+    its account. Else it is the fastest plan within `planned_bytes`, the smallest budget that a plan fits before it is
+    compiled. Raises `BudgetError` where no plan fits in `planned_bytes`, and `CaptureError` where the call cannot be
+    traced."""
     if not compiles(recorded.planner, recorded.situation):
         return None
     key, account = _key(recorded)

@@ -41,6 +41,6 @@ class LatestLooks:
 
     def limit(self, level: int) -> int:
         """An upper bound on what a search would find outside of the step now, when `level` bytes are allocated besides
-        those that memopt accounts for. Some of these belong to the step: it is assumed that there are now no fewer of
-        them than at any of the latest searches."""
+        those that memopt accounts for. Some of these belong to the step: the fewest that did at any of the latest
+        searches are subtracted."""
         return max(0, level - min([rest for _, rest in self.levels]))

@@ -131,8 +131,8 @@ class Moment:
 
     @property
     def beyond_expected(self) -> int:
-        """The number of further forwards to leave room for where more wait than were expected: as many as wait, if
-        these are at least `_SEVERAL`; else 0."""
+        """The number of further forwards to leave room for, because more wait now than were expected: as many as wait,
+        if at least `_SEVERAL` do. Else 0."""
         return self.waiting if self.waiting >= max(_SEVERAL, self.entry.groups.others_expected + 1) else 0
 
     @property
@@ -213,10 +213,11 @@ class Moment:
         return beside - about - self.to_come_elsewhere >= enough
 
     def others_in_backward(self, gradients_held: bool) -> int:
-        """The bytes that the model holds beside this call's plan while the call's backward runs. These are what waiting
-        forwards saved and, if further forwards are to come first, the gradients that the others' backwards leave. If
-        none are to come, but forwards wait and `gradients_held`, half of the gradients are added: one backward through
-        all forwards sums gradients outside of `.grad` until it ends."""
+        """The bytes that the model holds beside this call's plan while the call's backward runs: first of all what
+        waiting forwards have saved. If further forwards are to come before that backward, the gradients that other
+        forwards' backwards leave are added. If none are to come, but some wait and the plan counts on gradients from
+        before the step (`gradients_held`), half of the gradients are added: one backward through all forwards sums
+        gradients outside of `.grad` until it ends."""
         if self.to_come:
             return self.waiting_bytes + self.gradients
         return self.waiting_bytes + (self.gradients // 2 if self.waiting and gradients_held else 0)
@@ -317,7 +318,8 @@ class Ledger(ModelsOnDevice):
 
     @contextmanager
     def held_still(self, moment: Moment) -> Iterator[None]:
-        """A context during which new allocations are not counted as growth: they are copies made to check a step."""
+        """A context in which the bytes elsewhere count as unchanged since its beginning, at `moment`: what is allocated
+        in it are copies made to check a step."""
         self.now(moment)
         before, self._held_still = self._held_still, True
         try:
@@ -356,9 +358,10 @@ class Ledger(ModelsOnDevice):
         return moment.entry.fixed_bytes or (0 if looked is None else looked.most)
 
     def fits_as_before(self, entry: Entry, plan: Plan, needed: int) -> bool:
-        """Whether the backward of a plan, which takes `needed` bytes of the budget, begins with no more allocated than
-        an earlier one that fitted, so that it fits whatever holds these bytes. Found in microseconds. False where other
-        optimised models train, and in DDP, whose buckets are looked for in each backward."""
+        """Whether a backward of a plan surely fits the budget, as the bytes allocated now plus `needed` are no more
+        than when an earlier backward of the plan fitted. `needed` is what the backward takes of the budget. Found in
+        microseconds. False where other optimised models train, and in DDP, whose buckets are looked for in each
+        backward."""
         source, allocated = self._reading()
         fitted = entry.figures.get(((_FITTED, source), id(plan)))
         if fitted is None or allocated is None or plan.account.buckets or self.others_training(entry):

@@ -27,8 +27,8 @@ _looked: WeakSet[nn.Module] = WeakSet()
 
 @contextmanager
 def ends_beyond(model: nn.Module, call: Call, most_nodes: float) -> Iterator[None]:
-    """A context around a forward: once it has made more than `most_nodes` autograd nodes, it is undone and `LongerPath`
-    is raised. The nodes are counted before each of its modules runs, and at the end of the context.
+    """A context around the forward of `model` for `call`. If the forward makes more than `most_nodes` autograd nodes,
+    it is undone and `LongerPath` is raised. Nodes are counted before each module runs, and at the context's end.
 
     A model's first forward in such a context is never ended: it shows which parameters the forward writes to. Nor is
     one that has written to a large buffer, which could not be undone."""

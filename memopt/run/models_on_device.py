@@ -45,7 +45,7 @@ class ModelsOnDevice:
 
     def lasting(self, entry: Entry) -> tuple[int, list[torch.Tensor]]:
         """The bytes of gradients and optimizer states that other optimised models hold or will hold from step to step,
-        without what they share with this model; and a list of those of these tensors that exist now. Both include the
+        without what they share with this model; and the list of such tensors that exist now. Both include the
         gradients of parameters that this model's optimizer steps although they belong to no model."""
         others, steppers = self.others_training(entry), [entry.optimizer]
         beside = () if entry.fixed_bytes is not None else entry.stepped_beside()
@@ -97,10 +97,10 @@ class ModelsOnDevice:
         return all(other.model in entry.seen.known for other in self.others_training(entry))
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
-        """The bytes that steps of other models need, with nothing recomputed, between the forward and the backward of
-        this model; and, for models not called yet, whose bytes are unknown, the sum of their `breadth`s divided by this
-        model's. Where it is known which models run then (`knows`), only these count, and the second number is 0; else
-        all do."""
+        """The bytes that steps of other models need between the forward and the backward of this model, with nothing
+        recomputed. The second number stands for models that were not called yet, whose bytes are unknown: the sum of
+        their `breadth`s divided by this model's. If it is known which models run in between (`knows`), only those
+        count, and the second number is 0; else all other models count."""
         if self.knows(entry):
             seen = frozenset().union(*entry.seen.meanwhile)
             return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0
@@ -192,9 +192,9 @@ class ModelsOnDevice:
         return sum([len(other.waiting()) for other in self.entries if other is not entry])
 
     def addresses(self, entry: Entry) -> frozenset[int]:
-        """The addresses of storages that are counted already: what waiting forwards of all models hold, what they and
-        this model's latest forward returned (without inputs, parameters and buffers), and gradients and optimizer
-        states of other models."""
+        """The addresses of storages that are counted already: those saved by waiting planned forwards of all models
+        (without inputs, parameters and buffers); the outputs of all waiting forwards and of this model's latest
+        forward; and gradients and optimizer states of other models."""
         forwards = [forward for one in self.entries for forward in one.waiting()]
         outputs = [*(one.outputs for one in forwards), *(one.outputs for of in self.entries for one in of.plain)]
         returned = [storage.address for storages in outputs for storage in storages]

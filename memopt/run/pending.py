@@ -159,7 +159,8 @@ class PendingForward(WaitingPlanned):
         return sum(nbytes for address, nbytes in here.items() if address not in of_regions)
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that its regions, and eager code between them, have saved and that are not freed yet."""
+        """The tensors that the forward's regions, and eager code between them, have saved and that are not freed
+        yet."""
         if self.again_bytes and self.second_run is not None:  # reading a freed value would run the forward
             return self.second_run.tensors
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
@@ -168,8 +169,8 @@ class PendingForward(WaitingPlanned):
         return [tensor for node in nodes for tensor in saved_by(node)]
 
     def hidden_bytes(self) -> int:
-        """The bytes that it holds in tensors made by the caller's hooks (`saved_tensors_hooks`), which a search of the
-        device counts as elsewhere, outside of the step."""
+        """The bytes of the forward's saved tensors if the caller's hooks (`saved_tensors_hooks`) made them: a search of
+        the device counts such tensors as elsewhere, outside of the step. Else 0."""
         return max(0, self.held_bytes - sum(one.nbytes for one in self.outputs)) if self.packed else 0
 
     def free_saved(self) -> int:
@@ -333,9 +334,9 @@ class PendingForward(WaitingPlanned):
 
     def check_differentiated(self, refused: UnplannedGradientError) -> None:
         """Called when a backward begins whose gradients are to be differentiated in turn (`create_graph=True`), which
-        no plan computes. Before the model's first step it raises a `BudgetError` with the text of `refused` where a
-        plain forward beside this one does not fit the budget, and `refused` where that is not known; later it does
-        nothing, as an error would end the training."""
+        no plan computes: the forward has to run again as the plain model does. Before the model's first step, raises a
+        `BudgetError` with the text of `refused` if that does not fit the budget, and `refused` itself if no budget is
+        known in which it fits. Later it raises nothing, as an error would end the training."""
         self.entry.differentiated = True
         if self.entry.stepped:
             return
@@ -499,9 +500,10 @@ def _hook() -> object:
 
 
 def to_follow(entry: Entry, appeared: int, backwards: int) -> int:
-    """The bytes outside of the step that are expected to appear in later backwards through the forward whose backward
-    begins now, and in later steps, if `appeared` bytes have so far. `backwards` is the number of its backwards, this
-    one included. At the second, none are expected for a third: that may be the last one, which frees the graph."""
+    """The bytes that are expected to appear outside of the step in further backwards through the same forward and in
+    later steps. `appeared`: the bytes that have appeared since the forward. `backwards`: the number of backwards
+    through it, with the one that begins now. At the first, 0 is returned. At the second, nothing is expected for a
+    third, which may be the last one and free the graph."""
     if backwards < 2:
         return 0
     again = appeared // (backwards - 1) if keeps_graph() and backwards > 2 else 0

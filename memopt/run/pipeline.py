@@ -133,8 +133,8 @@ class Load:
 
     @staticmethod
     def of(plan: Plan, elsewhere_bytes: int) -> Load:
-        """The load of a stage by its plan. `elsewhere_bytes` of the plan's row "elsewhere" are not the stage's; the
-        rest of that row is what the schedule holds for it."""
+        """The load of a stage by its plan. `elsewhere_bytes`: the part of the plan's row "elsewhere" that is not the
+        stage's; the rest of the row is what the schedule holds for the stage."""
         beside = plan.account.other_forwards + elsewhere_bytes
         fixed = plan.account.resident_bytes - beside
         return Load(fixed, plan.held_bytes, plan.ceiling_bytes - beside - fixed)

@@ -193,8 +193,8 @@ class PlainCalls(PlainCounter):
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
     def beyond(self, now: CallInProgress) -> CountedStep | None:
-        """The step of a call that does not fit, to be run beyond the budget with a warning; None where it cannot be
-        counted, or needs far more."""
+        """The counted step of a call that does not fit, so that the call can run beyond the budget; a warning says so.
+        None, without a warning, where the step cannot be counted or needs far more than the budget."""
         budget = self.planner.terms.options.budget_bytes
         step = self.count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
         if step is None:
@@ -205,8 +205,9 @@ class PlainCalls(PlainCounter):
         return fitting
 
     def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
-        """The `BudgetError` of a call that cannot be captured, or whose plans need more than its plain step, naming a
-        budget in which it runs plain; `refused` itself where no such budget is known."""
+        """The error to raise in place of `refused`, by which a call cannot be captured or exceeds the budget: a
+        `BudgetError` that names a budget in which the call runs plain. `refused` itself where no such budget is known,
+        or where it is above the one that `refused` names."""
         budget, least = self.planner.terms.options.budget_bytes, None
         most = refused.smallest_bytes if isinstance(refused, BudgetError) else WORTH_NAMING * budget
         if self._nothing_else_wanted():
@@ -265,9 +266,12 @@ class PlainCalls(PlainCounter):
         self._kinds.clear()
 
     def run(self, now: CallInProgress, fitting: CountedStep) -> Any:
-        """Run the plain model, and register that its forward waits for its backward. If the forward runs so
-        many operators that its step may not fit, calls like it are counted again later, and the forward is ended by
-        `LongerPath` where that is allowed (`CallInProgress.may_end`), else the first such forward causes a warning."""
+        """Run the plain model, return what it returns, and register that its forward waits for its backward. `fitting`
+        is the step of the call as it was counted.
+
+        If the forward runs so many more operators that its step may not fit, calls like it are counted again later.
+        Where that is allowed (`CallInProgress.may_end`), such a forward is ended by `LongerPath`; else the first one
+        causes a warning."""
         call, step = now.call, fitting.step
         if around := checkpoint_around():
             self._checkpoints.add(around[0])

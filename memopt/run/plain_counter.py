@@ -123,8 +123,8 @@ class PlainCounter:
             return self._forward(*args, **kwargs)
 
     def goes_on(self, fitting: CountedStep) -> bool:
-        """Whether a call runs plain even where it does not fit: no plan computes its derivatives of gradients, and an
-        error would interrupt a training."""
+        """Whether a call runs plain even where it exceeds the budget: if gradients of such calls are differentiated,
+        which no plan computes, and the model has stepped, so that an error would interrupt a training."""
         return bool(fitting.step.graph.derived) and self.entry.stepped
 
     def note_graph(self, key: Hashable, graph: Retention) -> None:
@@ -146,11 +146,14 @@ class PlainCounter:
         closely: bool = False,
         beside: Callable[[Account], int] = lambda account: 0,
     ) -> PlainStep | None:
-        """The step of a call, counted without its values; by a run on its values where the code branches on them and no
-        other rank waits for its gradients, and where checkpoints are to be checked. None where it cannot be counted,
-        or does not fit the budget: the count stops as soon as that is clear. `closely` is as for `count_plain_step`;
-        `beside` returns the bytes on the device outside of the step whose account it is given: a run on values has to
-        fit beside them.
+        """The step of a call with its counted bytes; None where it cannot be counted, or where the count stops early as
+        the step clearly exceeds the budget. It is counted without values. Where the code branches on values, and where
+        checkpoints are to be checked, it is run on values, which is not possible while other ranks wait for gradients.
+
+        Args:
+            closely: measure kernels whose workspace would be the step's peak, which takes longer.
+            beside: returns the bytes on the device outside of the step with a given account; a run on values has to fit
+                beside these.
         """
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks, with the other ranks, which do not count
@@ -195,7 +198,8 @@ class PlainCounter:
         return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
 
     def fitting_step(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
-        """The step with the bytes of the budget that it leaves free; None where it exceeds the budget."""
+        """The step with the bytes of the budget that it leaves free. None where it exceeds the budget and does not run
+        plain nevertheless (`goes_on`), or where it holds about as much as a call in which an allocation failed."""
         needed, account = self.needed_by_step(step, call, situation)
         if step.peak_bytes > self._most_bytes:
             return None

@@ -74,8 +74,9 @@ class PlainForward(WaitingPlain):
         return self.held_bytes + self._freed_bytes
 
     def end(self) -> None:
-        """Mark the forward as no longer waiting; called when a backward through any of its outputs begins. Raises
-        `BudgetError` where that backward retains its graph and thereby exceeds the budget."""
+        """Called when a backward through any of the forward's outputs begins: the forward waits no longer, unless that
+        backward keeps its graph. Raises `BudgetError`, before the model's first step, where the kept graph exceeds the
+        budget, or where, at a further backward, tensors that have appeared since the forward do."""
         UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
         self._backwards.add(current_backward())
         if len(self._backwards) > max(1, self.entry.seen_until_backward):
@@ -91,9 +92,13 @@ class PlainForward(WaitingPlain):
     def before_backward(
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
-        """Called at each backward of the process; the arguments are those of `Watcher.before_backward`. Raises
-        `BudgetError` where the backward goes through this forward, has `create_graph=True` or comes after one that had,
-        and exceeds the budget. Returns no additions to gradients."""
+        """Called before each backward of the process. It starts from `starts`, tensors or edges, and computes the
+        gradients of `inputs` (empty: of all leaves). `order` is 0 without `create_graph=True`, else 1 more than the
+        highest order of the gradients from which `starts` were computed. `frees`: it frees its graph.
+
+        Before the model's first step, raises `BudgetError` where the backward goes through this forward, has
+        `create_graph=True` or comes after one that had, and exceeds the budget. Returns an empty mapping: nothing is
+        added to gradients."""
         if (order or self.graph.derived) and passes_by(starts, WAITS, self):
             if order:
                 self.entry.differentiated = True
