@@ -24,8 +24,8 @@ _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 
 
 def parts_of(tensor: torch.Tensor | None) -> list[torch.Tensor]:
-    """The tensors that hold a tensor's values and may be written to in place: none on "meta", and none in oneDNN's
-    layout."""
+    """The tensors that hold a tensor's values and may be written to in place: the tensor itself, or those inside of a
+    sparse or nested one. None at all for None, on "meta", and in oneDNN's layout."""
     if tensor is None or is_wrapper(tensor):
         return [] if tensor is None else [tensor]
     with torch.no_grad():
@@ -42,7 +42,8 @@ class SavedValues:
     """
 
     tensors: tuple[tuple[weakref.ref[torch.Tensor], int, torch.Tensor | None], ...]
-    """Each tensor with its version counter (`Tensor._version`) at that time, and a copy of its values or None."""
+    """Each tensor with its version counter (`Tensor._version`) when this object was made, and a copy of its values or
+    None."""
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> SavedValues:
@@ -78,9 +79,10 @@ class SavedValues:
         return all(kept is not None for *_, kept in self.written())
 
     def undo(self) -> bool:
-        """Copy the saved values back into the tensors that were written to since this object was made; returns False if
-        one of these has no copy. Tensors whose version is unchanged are compared with their copies, since some kernels,
-        such as that of batch normalisation, write without incrementing the version."""
+        """Copy the saved values back into the tensors that were written to since this object was made. Returns whether
+        each of these has a copy; those without one keep their new values. Tensors whose version is unchanged are
+        compared with their copies, since some kernels, such as that of batch normalisation, write without incrementing
+        the version."""
         for reference, version, kept in self.tensors:
             if kept is None or (tensor := reference()) is None:
                 continue

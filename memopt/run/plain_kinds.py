@@ -35,14 +35,16 @@ class Kind:
     """The most bytes outside of the step while such a call was run on values to be counted; 0 where none was."""
 
     def a_plan_will_do(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
-        """Whether sizes that no count covers are planned rather than counted: because there are enough counts, or
-        because a plan was made whose graph serves these sizes too, so that planning takes less time than counting."""
+        """Whether a call of these sizes, which no count covers, is planned rather than counted. It is if there are
+        enough counts. It also is if calls like it were too large, and `plans_serve_all`: a captured graph serves calls
+        of all sizes, so that planning takes less time than counting."""
         enough = len(self.fitting) + len(self.too_large) >= _MOST_COUNTS
         return enough or (plans_serve_all and any(_constants(sizes) == _constants(large) for large in self.too_large))
 
     def growth(self, sizes: Sizes) -> float:
-        """The margin by which sizes above those of the latest count are multiplied before they are counted: the first
-        of `GROWTHS` with which the step fits if its bytes grow with the square of the sizes; if none, the last one."""
+        """The margin by which `sizes`, some of them above those of the latest count, are multiplied before they are
+        counted. It is the first of `GROWTHS` with which the step fits the budget if its bytes grow with the square of
+        the sizes; if none, the last one."""
         most, latest = self.fitting[-1]
         ratio = max(size / max(1, limit) for size, limit in zip(sizes, most, strict=True))
         for growth in GROWTHS[:-1]:
@@ -85,8 +87,9 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> Sizes:
 
 
 def grown(call: Call, kind: Kind) -> Iterator[Call]:
-    """Yields one enlarged call to be counted, so that the count serves other calls too: each size is that of the latest
-    count, or the call's own times a margin (`Kind.growth`) if it is larger. Yields nothing before the first count."""
+    """Yields one enlarged call to be counted, so that the count serves other calls too. A size of `call` that exceeds
+    that of the latest count is multiplied by a margin (`Kind.growth`); the others become those of the latest count.
+    Yields nothing before the first count."""
     if not kind.fitting:
         return
     tensors = list(tensors_in(call))

@@ -74,12 +74,12 @@ class PlansOfRegions:
         return found
 
     def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> CapturedCall:
-        """The captured call of a region that was captured before its first run, with the sizes up to which it is to be
-        planned."""
+        """The captured call of a region that `call` would run on `inputs`, captured before its first run; it has the
+        sizes up to which it is to be planned."""
         return self._captured_call(region, self.bounds.ahead(region, inputs, call), inputs, call)
 
     def planned(self, captured: CapturedCall, situation: Situation, plan: Plan) -> None:
-        """Make the first run in this situation use `plan`, which was made before that run."""
+        """Make the first run of a captured call in this situation use `plan`, which was made before that run."""
         self._plans[captured.regions[0], situation, captured.ceiling] = plan
 
     def forget(self) -> None:

@@ -162,8 +162,8 @@ class DataParallel:
             self._take(wrapper)
 
     def look(self) -> None:
-        """Store the DDP wrapper of this model whose forward is running. Raises `ValueError` where it cannot be
-        planned."""
+        """Store the DDP wrapper whose forward is running, if it contains this model. Raises `ValueError` where the
+        wrapper cannot be planned."""
         found = active_wrapper()
         if found is not None and found is not self.wrapper and any(part is self.model for part in found.modules()):
             self._take(found)
@@ -214,8 +214,8 @@ class DataParallel:
         return replace(buckets, hold_gradients=bool(held) or _exchanges(wrapper))
 
     def bucket_memory(self) -> tuple[int, frozenset[int]]:
-        """The bytes of the wrapper's buckets, and the addresses of the buckets found so far; 0 and empty without a
-        wrapper."""
+        """The bytes of the wrapper's buckets, and the addresses of those buckets that gradients were found to be views
+        of; 0 and empty without a wrapper."""
         wrapper = self.wrapper
         if wrapper is None:
             return 0, frozenset()
@@ -223,8 +223,8 @@ class DataParallel:
         return hooks.nbytes, hooks.addresses
 
     def note_buckets(self) -> None:
-        """When the running backward ends, record the addresses of the wrapper's buckets, which gradients are views
-        of."""
+        """Have the addresses of the wrapper's buckets recorded when the running backward ends: of those that gradients
+        are views of by then. Does nothing without a wrapper."""
         wrapper = self.wrapper
         if wrapper is not None:
             reducer_hooks(wrapper).note_at_end()

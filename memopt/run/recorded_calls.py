@@ -65,8 +65,8 @@ def _no_limit() -> float:
 
 
 class OtherPathTaken(CaptureError):
-    """Raised where a forward runs regions or sizes that are not in its plan. Where it can be undone, it then begins
-    again along another path, a few times at most."""
+    """Raised where a forward runs regions or sizes that are not in its plan. If the forward can be undone, it is begun
+    again, with a plan for another path, a few times at most."""
 
 
 class HoldsMore(OtherPathTaken):

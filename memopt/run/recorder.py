@@ -130,8 +130,8 @@ class Recorder:
         return serving is not None and serving.has_symbols
 
     def lacks_smaller(self, call: Call) -> bool:
-        """Whether a call in one region needs a further capture though a larger one was captured, as the last batch of
-        an epoch may."""
+        """Whether no capture serves a call in one region, although a call with larger sizes was captured. The last
+        batch of an epoch may be such a call."""
         if self._terms is None or self.breaks or self.serves_all_sizes(call):
             return False
         shapes = _shapes(call)

@@ -70,8 +70,8 @@ class Replay:
             vars(self).pop(name, None)
 
     def gradients(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """The gradients of the inputs that require one, in order (None for an input that no such output depends on).
-        `of` has the given gradients of outputs, by output position.
+        """The gradients of the inputs that require one, in the order of the inputs. `of` has the given gradients of
+        outputs, by output position; None stands for an input from which none of these outputs is computed.
 
         Raises `UnplannedGradientError` where no second forward can give them."""
         shape = tuple(next(iter(of.values())).shape)
@@ -90,14 +90,18 @@ class Replay:
         return found
 
     def derivatives(self, of: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """As `gradients`, but with an autograd graph, so that they can be differentiated again. Before the model's
-        first optimizer step it always raises `UnplannedGradientError` or `BudgetError`, as no training is lost then;
-        later it raises `UnplannedGradientError` where no second forward can give them."""
+        """The gradients that `gradients` returns, with an autograd graph, so that they can be differentiated again.
+
+        Raises `UnplannedGradientError` where no second forward can give them. Before the model's first optimizer step
+        it also raises `BudgetError` where a plain forward does not fit the budget beside this one, and
+        `UnplannedGradientError` where it is not known whether it fits."""
         leaves, outputs = self._differentiable()
         return _gradients_of(outputs, of, leaves, differentiable=True)
 
     def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
-        """As `gradient_by`, but computed at once and with an autograd graph; raises the errors of `derivatives`."""
+        """The gradient of the output at `position`, computed now by a second forward, with an autograd graph. `given`
+        has the gradients of other outputs, by position; `own` is the gradient that the caller's code passes to that
+        output itself, or None. Raises the errors of `derivatives`."""
         _, outputs = self._differentiable()
         (found,) = _gradients_of(outputs, given, [outputs[position]], differentiable=True)
         assert found is not None
@@ -128,10 +132,10 @@ class Replay:
     def gradient_by(
         self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
     ) -> torch.Tensor:
-        """A tensor of this kind that is computed when it is first read: the gradient of the output at `position`. It is
-        `own`, which the caller's code passes to that output itself, plus what flows to it through other outputs, whose
-        gradients `given` has by position. A second forward computes it; raises `UnplannedGradientError` where that is
-        impossible."""
+        """The gradient of the output at `position`, a tensor of this kind that a second forward computes when the
+        tensor is first read. `own` is the part that the caller's code passes to that output itself, or None; the rest
+        flows to it through other outputs, whose gradients `given` has by position. Reading the tensor raises
+        `UnplannedGradientError` where no second forward can give it."""
         strides = torch.empty(kind.shape, device="meta").stride()
         all_given = given if own is None else {position: own, **given}
         return _InnerGradient(self, position, kind, all_given).on_demand(
@@ -237,13 +241,13 @@ def hand_out(
     others: Collection[int] = (),
     feeds: Mapping[int, frozenset[int]] | None = None,
 ) -> tuple[Any, ...]:
-    """Return a region's outputs to its caller, so that `forward` is notified when their backward begins.
+    """Return a region's outputs as its caller gets them, so that `forward` is notified when their backward begins.
 
     Outputs at the positions in `others`, which the region does not differentiate, require a gradient as in the plain
     model; if a gradient arrives at one, `replay` computes the gradients that follow from it. `feeds`, the result of
-    `feeding`, has the outputs from which others are computed: where the gradient of one of them is read, `replay`
-    computes the part that flows to it through the others, which the captured backward lacks. Without `replay`, neither
-    is possible, nor a backward with `create_graph=True`.
+    `feeding`, has the outputs from which further outputs are computed. The captured backward lacks the part of their
+    gradients that flows to them through those further outputs; `replay` computes it when such a gradient is read.
+    Without `replay`, neither is possible, nor a backward with `create_graph=True`.
     """
     handed = list(outputs)
     handled = [

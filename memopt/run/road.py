@@ -127,8 +127,9 @@ class Road:
         return beside_plain(plan, count, low=self.planner.terms.rewriting.autocast is not None)
 
     def finished(self, plan: Plan, situation: Situation) -> Plan:
-        """The plan of a call as it is handed to the caller. Where the backend compiles code here, reading the plan's
-        `smallest_gb` compiles the plan with the smallest peak, as compiled code may hold other bytes than planned."""
+        """The plan of a call in the form in which the caller gets it: as it is, unless the backend compiles code here.
+        Compiled code may hold other bytes than planned; so reading `smallest_gb` of the returned plan compiles the plan
+        with the smallest peak."""
         if not (isinstance(plan.source, StepOfPlan) and kept_plans.compiles(self.planner, situation)):
             return plan
         compiled = plan.source.compiled_bytes or partial(kept_plans.compiled_bytes, emit=self._emit)
@@ -144,9 +145,9 @@ class Road:
         advise: bool = True,
     ) -> Executable:
         """Plan a captured call so that it fits the budget, and emit its code; `planned` is its plan if there is one
-        already; `advise`: a `BudgetError` names levers on the optimizer that would help.
+        already; `advise`: a `BudgetError` names levers on the optimizer that would help. Raises the errors of `plan`.
 
-        Objects that only planning needs are freed, as they would stay for the whole training. Raises as `plan`."""
+        Objects that only planning needs are freed, as they would stay for the whole training."""
         recorded = Recorded(self.planner, captured, call, situation)
         gc.collect(1)  # a capture leaves cycles, which would fragment the memory of the plan's own objects
         try:
@@ -176,9 +177,10 @@ class Road:
     def extend(
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
     ) -> Plan | None:
-        """The plan of a call in several regions, found without a search: runs that are in `plan` keep their schedules.
-        `known` has for each run of the call the number of the same run in `plan`, None for a new one. None where a
-        search is needed. Raises `CaptureError` where the graphs cannot be rewritten or priced."""
+        """The plan of a call in several regions, made from the earlier `plan` without a search. `known` has for each
+        run of the call the number of the same run in `plan`, whose schedule it keeps, or None for a new run, which
+        recomputes nothing. Returns None where a search is needed, for instance because such a plan exceeds the
+        budget. Raises `CaptureError` where the graphs cannot be rewritten or priced."""
         of_plan = plan.captured
         assert of_plan is not None
         planner = self.planner
@@ -232,8 +234,8 @@ class Road:
     def ready(
         self, captured: CapturedCall, plan: Plan, runs: tuple[RegionRun, ...], region: Emitted | None = None
     ) -> Executable:
-        """The plan as it runs in this process, whose torch allocator gets expandable segments where the plan needs
-        them; the arguments are the fields of `Executable`."""
+        """The `Executable` with these fields. Where its plan needs expandable segments, they are switched on in the
+        torch allocator of this process."""
         if plan.account.expandable:
             device_of(self.planner.terms.device()).expand_segments()
         return Executable(captured, plan, runs, region)

@@ -157,7 +157,8 @@ class SafetyNet:
         raise self._plain_failed(failure, "forward", undone=before.undo() and untouched)
 
     def plain_backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-        """Make later calls hold less after the backward of a plain call has failed. Returns the error to raise."""
+        """Plan later calls to hold less, as an allocation failed in the backward of a plain call. Returns the
+        `StepMemoryError` to raise; `failure` itself, with nothing done, where the latest call did not run plain."""
         return self._plain_failed(failure, "backward", undone=False) if self._plain_bytes else failure
 
     def _plain_failed(self, failure: torch.OutOfMemoryError, half: str, *, undone: bool) -> StepMemoryError:
@@ -223,7 +224,8 @@ class GradientsBefore:
         )
 
     def undo(self) -> bool:
-        """Set gradients that appeared since to None; returns False where one that existed has changed."""
+        """Set gradients that did not exist when this object was made to None. Returns whether all those that existed
+        then are unchanged; changed ones are left as they are."""
         for parameter, before, _ in self.parameters:
             if before is None:
                 parameter.grad = None

@@ -30,9 +30,9 @@ _CHANGED = (
 
 
 def held_with_second_run(held_bytes: int, outputs: Iterable[WeakStorage]) -> tuple[int, int]:
-    """The bytes that a forward holds until its backward, in which it runs a second time: the `held_bytes` of saved
-    values that cannot be freed, but at least those of its `outputs`; and the bytes that this backward needs beyond what
-    its step needs without a second run."""
+    """Two figures of a forward that will run a second time in its backward. The first: the bytes that it holds until
+    then, which are `held_bytes`, those that could not be freed, but no less than its `outputs`. The second: the
+    further bytes that its backward needs because of the second run."""
     returned = sum(one.nbytes for one in outputs)
     return max(returned, held_bytes), max(1, 2 * returned)  # both runs' outputs, and their gradients
 
@@ -40,7 +40,7 @@ def held_with_second_run(held_bytes: int, outputs: Iterable[WeakStorage]) -> tup
 @dataclass(frozen=True, eq=False)
 class WeakInputs:
     """The inputs with which a region ran. Tensors that only the caller holds are referenced weakly, so that the caller
-    can free them. Versions show whether a tensor was written to since."""
+    can free them. Versions show whether a tensor was written to after the region began to run."""
 
     references: Sequence[Any]
     """The inputs; weak references for tensors that only the caller holds."""
@@ -127,9 +127,9 @@ class SecondRun:
         return cls(run, weak, written, before)
 
     def free(self, node: Any, device: torch.device, kept: Collection[int]) -> int:
-        """Free the tensors that the autograd node of the first run has saved, except at the addresses `kept`; reading
-        one of them starts the second run. Returns the bytes freed: 0, with nothing freed, where an input is gone or was
-        changed."""
+        """Free the tensors on `device` that `node`, the first run's autograd node, has saved, except at the addresses
+        `kept`; reading one of them starts the second run. Returns the bytes freed: 0, with nothing freed, where an
+        input no longer exists or was changed after the first run began."""
         inputs = self.inputs.present(partial(saved_by, node))
         copies = self.before.values.copies()
         changed = self.inputs.are_gone(inputs) or self.inputs.have_changed(inputs, but=self.written)
@@ -184,6 +184,8 @@ class PlainSecondRun:
     @classmethod
     def of(cls, model: nn.Module, run: Callable[..., Any], call: Call) -> PlainSecondRun | None:
         """The second run of a call whose first run begins now; None where an input is sparse, nested or quantised.
+        `run` is the plain forward, a function of the call's arguments.
+
         Only for models without forward hooks of the user, which may change objects outside of the model: models with
         such hooks never run plain, as their steps are not counted."""
         tensors = list(tensors_in(call))
@@ -195,13 +197,14 @@ class PlainSecondRun:
         return cls(model, run, structure, inputs, before, CallerModes.now(), next_node_number())
 
     def returned(self, result: Any) -> None:
-        """Record the outputs of the first run."""
+        """Record sums of the first run's outputs, `result`, with which those of the second run are compared."""
         self.sums.extend(sums_of(result))
 
     def free(self, returned: Iterable[Any], device: torch.device, kept: Collection[int]) -> int:
-        """Free the tensors that the first run has saved, except at the addresses `kept`; reading one of them starts the
-        second run. `returned` has the autograd nodes of its outputs. Returns the bytes freed: 0, with nothing freed,
-        where an input or the model was changed since, or an input is gone."""
+        """Free the tensors on `device` that the first run has saved, except at the addresses `kept`; reading one of
+        them starts the second run. `returned` has the autograd nodes of the first run's outputs. Returns the bytes
+        freed: 0, with nothing freed, where an input no longer exists, or an input or the model was changed after the
+        first run began."""
         nodes = nodes_since(returned, self.first_node)
         inputs = self.inputs.present(lambda: [tensor for node in nodes for tensor in saved_by(node)])
         gone = self.inputs.are_gone(inputs) or self.inputs.have_changed(inputs, but=())

@@ -594,8 +594,9 @@ class Session:
 
     @contextmanager
     def from_captures(self, earlier: Session | None) -> Iterator[None]:
-        """A context in which calls are planned from the graphs of `earlier`, a session of the same model, if its
-        options differ at most in budget, `elsewhere_gb` and `forwards`; `earlier` gets them back if the block fails."""
+        """A context in which calls are planned from the graphs of `earlier`, a session of the same model; `earlier`
+        gets the graphs back if the block fails. Does nothing if `earlier` is None, or if the options of the two
+        sessions differ in more than budget, `elsewhere_gb` and `forwards`."""
         if earlier is None or not self._differs_in_room(earlier):
             yield
             return
@@ -622,8 +623,8 @@ class Session:
             calls.take_captures(others)
 
     def take_over(self) -> None:
-        """Replace the model's call. Later plans use the levers on the optimizer that the plan made so far uses, and no
-        others: none if there is no plan yet.
+        """Replace the model's call. Later plans use the levers on the optimizer that the latest plan uses, and no
+        others; none if there is no plan yet.
 
         If the user compiles the model, torch.compile breaks its graph at this call, which then runs as planned."""
         for calls in self.kinds:
@@ -638,7 +639,8 @@ class Session:
         self.watch.begin()
 
     def give_back(self) -> None:
-        """Restore the model's own call, and move the model to where it was built."""
+        """Restore the model's own call, and move the model back to the host if it was built there. Otherwise move
+        parameters that a plan has put on the host back to the device."""
         self.leave()
         move_back(self.model)
 
@@ -667,8 +669,8 @@ class Session:
 
     @property
     def latest(self) -> Plan | None:
-        """The plan of the latest call, with the plain step as the first row of its receipt. If that call ran plain, the
-        plan by which it would run otherwise, made when this is first read."""
+        """The plan of the latest call that has one, with the plain step as the first row of its receipt; None before
+        any. If the latest call ran plain, the plan by which it would run otherwise, made when this is first read."""
         plan, with_plain_step = self._shown
         if self.status.state is not State.PLAIN:
             return with_plain_step() if plan is not None and plan is self.status.plan else self.status.plan
@@ -686,7 +688,8 @@ class Session:
 
     @property
     def in_use(self) -> Plan | None:
-        """The plan by which the latest call ran; None if it ran plain. No plan is made for this."""
+        """The plan of the latest call that has one; None if the latest call ran plain, and before any plan. Reading
+        this makes no plan."""
         return None if self.status.state is State.PLAIN else self.status.plan
 
 

@@ -59,15 +59,15 @@ class Settings:
 
     @property
     def have_schedule(self) -> bool:
-        """Whether a setting changes so often, as a count of steps does, that its value no longer distinguishes states
-        from each other: of a number, only whether it is zero still does."""
+        """Whether a setting changes so often, as a count of steps does, that its values no longer count as different
+        states. Of a number, only whether it is zero still counts."""
         return any(changes > _MOST_CHANGES for changes in self._changes.values())
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Context for a run of the model in which an attribute that changes from None to a string does not count as a
-        new state, with a `number` of its own and thus a new capture: transformers sets `config.problem_type` from the
-        first labels. Enter it right after a call of `number`."""
+        """A context for a run of the model. If the run changes settings from None to a string and no others, the state
+        keeps its `number`, so that nothing is captured again: transformers sets `config.problem_type` from the first
+        labels. Enter the context right after a call of `number`."""
         before, number = self._latest, self._number
         yield
         latest = self._read()

@@ -137,13 +137,15 @@ class Share:
 
     @contextmanager
     def held_still(self, call: Call) -> Iterator[None]:
-        """A context during which new allocations are not counted as growth: they are copies made to check a step."""
+        """A context in which steps of `call` are checked: new allocations, which are copies made for the check, are not
+        counted as bytes elsewhere on the device."""
         with self.ledger.held_still(self._counted(call)):
             yield
 
     def latest_elsewhere(self, call: Call) -> int:
-        """The bytes that tensors of other code held on the device at the latest search before a call of this kind, less
-        what has been freed since. The device is not searched."""
+        """The bytes that tensors of other code held on the device at the latest search before a call with as many
+        waiting forwards, less what was freed after that search; or what the user gave as `elsewhere_gb`. The device is
+        not searched."""
         return self.ledger.latest_elsewhere(self._counted(call))
 
     @property
@@ -202,8 +204,8 @@ class Share:
                     UntilBackward.begin(self.entry, outputs or differentiated, tensors_in(call), begins_with)
 
     def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
-        """The situation of a call that begins now, without the forwards that wait. `parts` are the model's modules and
-        tensors, if the caller has them already."""
+        """The situation of a call that begins now, without the forwards that wait. `optimizer_choice` has the chosen
+        levers on the optimizer, `parts` the model's modules and tensors, if the caller has them already."""
         parameters = (parts or Parts.of(self.model)).parameters
         held, stepped = _have_gradients(parameters), optimizer_choice.stepping is not None
         if self.entry.seen.backward:
@@ -252,9 +254,9 @@ class Share:
         return max(0, found - distinct_bytes(parameter for parameters in optimised for parameter in parameters))
 
     def for_other_models(self, moment: Moment) -> int | None:
-        """The bytes to leave free for steps of other models between the forward of a call and its backward; None where
-        these, or the number of this model's forwards, are not known yet. Before the first backward, any model on the
-        device may run in between, as a teacher does."""
+        """The bytes to leave free for steps of other models between the forward of a call and its backward. None where
+        it is not known yet what other models need, or how many forwards of this model wait at once. Before the first
+        backward, any model on the device may run in between, as a teacher does."""
         entry, ledger = self.entry, self.ledger
         if self.others_may_run(moment):
             return None
@@ -315,8 +317,8 @@ class Share:
         )
 
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
-        """The moment at which the backward of a forward begins with these gradients: which bytes on the device are
-        counted already, in the step or in other forwards."""
+        """The moment at which the backward of a forward begins: which bytes on the device are counted already, in the
+        step or in other forwards. `gradients` are those of the outputs, with which the backward begins."""
         self.parallel.note_buckets()
         counted = self._counted(((), {}), forward.plan.account.gradients_held, "backward")
         waiting = [one for one in self.entry.waiting() if isinstance(one, PendingForward)]
@@ -342,11 +344,11 @@ class Share:
         return {address: nbytes for address, nbytes in here.items() if address and address not in lying}
 
     def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
-        """Register a forward that begins now and runs by a plan.
+        """Register a forward that begins now and runs by a plan; `accumulation` says how its backward adds gradients.
 
-        Raises `BudgetError` where that would leave the backward of a waiting forward too little room: for a planned one
-        because of the gradients that the new forward's backward leaves, for a plain one because of what the new forward
-        holds."""
+        Raises `BudgetError` where a waiting forward would then have too little room for its backward. What takes the
+        room are the gradients that the new forward's backward leaves; for a waiting plain forward, also what the new
+        forward holds."""
         held = plan.held_bytes
         waiting = self.waiting
         wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left()) if waiting else 0
@@ -378,9 +380,9 @@ class Share:
         return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
-        """`refused`, the error of a call that began while `waiting` forwards waited, with a budget that has room for
-        the call and for these forwards with nothing recomputed. The error's text says so if fewer waiting forwards were
-        expected. `plain` returns what the call needs without a plan."""
+        """The error `refused` of a call, with a budget that has room for the call and, with nothing recomputed, for the
+        forwards that waited when it began; `waiting` is their number. The error's text says so if fewer waiting
+        forwards were expected. `plain` returns what the call needs without a plan."""
         if waiting:
             refused = refused.adding(smallest_bytes=self._beside_waiting(refused.smallest_bytes, plain))
         refused = self.ledger.for_whole_step(self.entry, refused, plain)

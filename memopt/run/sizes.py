@@ -39,9 +39,9 @@ class SizeBounds:
         """The places whose sizes the model needs as constants."""
 
     def changing(self, call: Call) -> Collection[Place]:
-        """The dimensions of a call's tensors that are captured as symbols: those declared as `dynamic`; and, once
-        any size has changed, this dimension and the first one of every tensor, since the last batch of an epoch is
-        smaller."""
+        """The dimensions of a call's tensors that are captured as symbols: those declared as `dynamic`; and, if any
+        size differs from the largest one seen, the dimensions that differ, and the first dimension of every tensor,
+        since the last batch of an epoch is smaller. Those that the model needs as constants are left out."""
         shapes = [tensor.shape for tensor in tensors_in(call)]
         seen = {(number, dim) for number, shape in enumerate(shapes) for dim in range(len(shape))}
         changed = {place for place in seen if shapes[place[0]][place[1]] != self._largest.get(place)}
@@ -89,7 +89,7 @@ class SizeBounds:
 
 
 def captured_for(region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], call: Call) -> CapturedCall:
-    """The captured call of a region, to be planned for sizes up to `ceiling`."""
+    """The captured call of a region that `call` runs on `inputs`, to be planned for sizes up to `ceiling`."""
     if not ceiling:
         return CapturedCall.of(region)
     symbols = list(region.changing.values())
@@ -228,8 +228,8 @@ class PlansBySize:
         self.planning_seconds = seconds
 
     def refuse(self, ceiling: Sizes, refused: BudgetError) -> None:
-        """Store the error `refused`: no plan fits sizes up to `ceiling`, so that a smaller call is planned for the
-        largest sizes seen or its own, not for these."""
+        """Store the error `refused`: no plan fits sizes up to `ceiling`. From now on, a smaller call is planned for the
+        largest sizes seen or for its own, not for `ceiling`."""
         self._refused[ceiling] = without_frames(refused)
 
     def refusal(self, ceiling: Sizes) -> BudgetError | None:

@@ -180,13 +180,15 @@ class TrainingCalls:
         return refused.adding(words, smallest_bytes=most.smallest_bytes)
 
     def largest(self, call: Call) -> Call:
-        """The call enlarged to the largest sizes that the user declares; unchanged if not planned on fake tensors."""
+        """The call enlarged to the largest sizes that the user declares; `call` itself if it is captured on its own
+        tensors and not on fake ones."""
         if not self.options.to_train or self.recorded.needs_fakes(call):
             return at_largest(call, self.recorded.declared(call))
         return call
 
     def shown(self, situation: Situation) -> Plan:
-        """The plan by which the latest plain call would run if its step did not fit the budget."""
+        """The plan by which the latest plain call would run in this situation if its plain step did not fit the
+        budget."""
         with self.planner.terms.types(), torch.enable_grad():
             return self.plain_calls.shown(self.road, situation)
 

@@ -66,10 +66,10 @@ class UntilBackward:
     def begin(
         cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int = 0
     ) -> None:
-        """Begin to observe when a forward returns `outputs`, which require gradients; unless all of them are single
-        numbers, the loss is outside of the model. `given` are the tensors of the call; like outputs and parameters,
-        they do not count as held by the caller's code. `tangent_bytes`: the size of the gradients that the backward of
-        its plan begins with; 0 without a plan."""
+        """Begin to observe, as a forward returns `outputs`, which require gradients; unless all of them are single
+        numbers, the loss is outside of the model. `entry` is the model's, in which the bytes found are recorded.
+        `given` are the tensors of the call; like outputs and parameters, they do not count as held by the caller's
+        code. `tangent_bytes` is the size of the gradients with which the backward begins by the plan; 0 without one."""
         cls.drop()
         cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
@@ -80,7 +80,8 @@ class UntilBackward:
 
     @classmethod
     def backward_begins(cls, entry: Entry, *, alone: bool) -> None:
-        """Record that the backward of a forward begins; `alone`: no other model ran in between."""
+        """Record that the backward of the observed forward begins, if it is one of the model of `entry`. `alone`: no
+        other model ran between forward and backward; else nothing is recorded."""
         seen = cls._running
         if seen is not None and seen.entry() is entry and alone and not seen.ended:
             seen.ended = True
@@ -183,11 +184,13 @@ _BESIDE = (
 def held_bytes(
     roots: Sequence[Any], nodes: Sequence[Any], device: torch.device, counted: Iterable[int] = ()
 ) -> tuple[int, int, int]:
-    """The bytes on a device that these autograd nodes have saved, except at the addresses `counted`; and two estimates
-    of the most bytes that they hold: before the backward, and during it. `nodes` are in the order in which the
-    backward, which starts at `roots`, runs them. Both estimates include what the nodes have saved. The first adds the
-    inputs and outputs of the operator that has the most of them, taken to be as large as their gradients; the second
-    adds the gradients that exist at the same time. Leaves and their gradients are not added."""
+    """Three numbers of bytes on a device: what these autograd nodes have saved, except at the addresses `counted`; an
+    estimate of the most that their operators held in the forward; and one of the most that they hold in the backward.
+    `nodes` are in the order in which the backward, which starts at `roots`, runs them.
+
+    Both estimates include what the nodes have saved. The first adds the inputs and outputs of the operator that has the
+    most bytes of them, taken to be as large as their gradients; the second adds the gradients that exist at the same
+    time. Leaves and their gradients are not added."""
     saved = {node: bytes_by_address(saved_by(node), device) for node in nodes}
     readers: dict[int, int] = {}
     sizes: dict[int, int] = {}

@@ -50,7 +50,8 @@ def band_of(row: str) -> str:
 
 def edges(memory: StepMemory) -> list[float]:
     """The seconds from the beginning of the step at which each of its moments (see `StepMemory`) begins. The last two
-    values are the beginning of the optimizer's step, and the end that it has in the drawing."""
+    values are the beginning and the end of the optimizer's step, which is drawn as long as a fixed share of the rest.
+    """
     end = memory.seconds or 1.0
     return [*(one.start for one in memory.evaluations), end, end * (1 + _OPTIMIZER_SHARE)]
 

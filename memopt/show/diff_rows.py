@@ -66,8 +66,8 @@ class Row:
         return frozenset().union(*(entry.blocks for entry in self.entries))
 
     def figures(self) -> tuple[int, float, bool]:
-        """The bytes and seconds of the entries in the block where they are largest, and whether the bytes are the same
-        in all blocks."""
+        """The bytes and the seconds that the entries take together in one block, that with the most bytes; and whether
+        the bytes are the same in all blocks."""
         changes = {block: [e.by_block[block] for e in self.entries if block in e.by_block] for block in self.blocks}
         sums = {
             (sum(change.nbytes * max(change.times, 1) for change in some), sum(change.seconds for change in some))
@@ -104,8 +104,8 @@ def _place(parts: list[str], blocks: set[tuple[str, ...]]) -> ModulePlace:
 
 
 def entries(changes: Iterable[Change], where: Mapping[str, ModulePlace]) -> list[DiffEntry]:
-    """The changes as entries: changes that differ only in their block become one. They are in the order of their
-    modules in `where`."""
+    """The changes as entries: changes that differ only in their block become one. Entries are in the order of their
+    modules in `where`, which has the place of each module by its path (`places`)."""
     order = {path: number for number, path in enumerate(where)}
     alike: dict[object, list[Change]] = defaultdict(list)
     for change in sorted(changes, key=lambda change: order[change.module]):

@@ -72,7 +72,8 @@ def _count(change: Change) -> int:
 
 
 def blocks_of(where: Mapping[str, ModulePlace]) -> dict[str, list[str]]:
-    """Section → the paths of its blocks, in the order of `where`; [""] for a section without blocks."""
+    """The paths of the blocks of each section, by section; [""] for a section without blocks. Sections and blocks are
+    in the order of `where`, which has the place of each module by its path (`places`)."""
     sections: dict[str, dict[str, None]] = defaultdict(dict)
     for place in where.values():
         sections[place.section][place.block] = None
@@ -104,7 +105,7 @@ def module_of(row: Row) -> str:
 
 def title_of(blocks: Sequence[str], found: Sequence[DiffEntry]) -> str:
     """The title of a section of blocks, such as `transformer.h.0 to h.11 (12 blocks; h.2 to h.11 as h.1)`. `found` are
-    the section's entries; blocks to which the same of them apply change alike."""
+    the section's entries. The title groups blocks to which the same entries apply, as many times."""
     groups: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)
     for block in blocks:
         has = ((number, entry.by_block[block].times) for number, entry in enumerate(found) if block in entry.by_block)
@@ -212,7 +213,8 @@ def names_of(row: Row, blocks: Sequence[str]) -> str:
 
 
 def facts_of(row: Row, blocks: Sequence[str]) -> str:
-    """Reason, bytes and time of a row's changes in one block, as one phrase; `blocks` are the blocks of its section."""
+    """A phrase with the reason of a row's changes, and their bytes and time in the block where they are largest;
+    `blocks` are the blocks of the row's section."""
     first = row.first
     nbytes, seconds, equal = row.figures()
     much = f"{'' if equal else 'up to '}{size(nbytes)}"

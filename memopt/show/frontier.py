@@ -221,8 +221,8 @@ def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
 
 
 def named(recipes: Iterable[Recipe]) -> str:
-    """The names of several recipes as one short label: "per block" and "every k blocks" become the number k, as in "1,
-    2, √L"."""
+    """The names of several recipes as one short label, such as "1, 2, √L": "every k blocks" becomes the number k, and
+    "per block" becomes 1."""
     names = [_SHORT.get(recipe.name, recipe.name) for recipe in recipes]
     numbers = [name.split()[1] if name.startswith("every ") and name.endswith(" blocks") else name for name in names]
     return ", ".join(sorted(numbers, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)))

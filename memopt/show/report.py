@@ -248,8 +248,9 @@ def receipt_table(plan: Plan) -> Table:
 
 
 def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
-    """The rows of modules, with those below some level of the module tree added to the module that they are in: the
-    deepest level with at most `most` rows left. With `runs`, equal rows in a sequence count as one (see `alike`)."""
+    """The rows of modules, cut at one level of the module tree: rows of modules below that level are added to that of
+    the module around them. The level is the deepest with at most `most` rows, or else the top one. With `runs`, equal
+    rows in a sequence count as one (see `alike`)."""
     rows = list(rows)
     depth = max((row.path.count(".") for row in rows), default=0)
     while True:

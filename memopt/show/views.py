@@ -62,7 +62,8 @@ def _drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
 
 
 def plan_diff(plan: Plan, step: PricedStep, *, order: bool) -> PlanDiff:
-    """What a plan changes in the captured step (`Plan.diff`); with `order`, also operators that only moved."""
+    """What a plan changes in the captured step (`Plan.diff`); with `order`, also operators that only moved. `step` is
+    the step that the plan was made for."""
     changes = [*pass_changes(step.traced), *schedule_changes(step.traced, step.problem, plan.regions, order=order)]
     for path, nbytes in plan.kept:
         reason = "so that the backward need not gather them again"
@@ -92,7 +93,8 @@ def diff_between(
 
 
 def plans_diff(plan: Plan, step: PricedStep, other: Plan, others: PricedStep, *, order: bool) -> PlanDiff:
-    """The changes that only one of two plans makes (`Plan.diff`); with `order`, also operators that only moved."""
+    """The changes that only one of two plans makes (`Plan.diff`); with `order`, also operators that only moved. `step`
+    is the step that `plan` was made for, `others` the one that `other` was made for."""
 
     def of_stage(stage: str) -> StageDiff:
         graphs = [one.graphs for one in (other, plan)]

@@ -264,9 +264,9 @@ def choose(costs: ChainCosts, cost: Table, s: int, t: int, m: int) -> int:
 
 @native_part
 def run_block(costs: ChainCosts, s: int, t: int, option: int) -> tuple[int, int, np.float32]:
-    """The cost of running block s by the option of this number in the lists of `costs`, where the backward of blocks
-    s+1 … t comes before its own: the peak memory and what stays saved for its own backward, both in slots (the unit of
-    memory of `costs`), and seconds."""
+    """The cost of running block s by an option in a plan for blocks s … t, where the backward of blocks s+1 … t comes
+    before that of block s. `option` is a number in the lists of `costs`. Returns the peak memory and what stays saved
+    for the backward of block s, both in slots, and the seconds."""
     needs = costs.backward[option]
     if t == costs.unsaved.size - 1:
         return (
@@ -291,7 +291,7 @@ def run_block(costs: ChainCosts, s: int, t: int, option: int) -> tuple[int, int,
 def pass_block(costs: ChainCosts, s: int, c: int, t: int, needs: int, seconds: np.float32) -> tuple[int, np.float32]:
     """The slots and seconds that it takes to run blocks s … c-1 without saving anything, in a plan for blocks s … t.
 
-    `needs` and `seconds` are those of the run of blocks s … c-2.
+    `needs` and `seconds` are the slots and seconds of running blocks s … c-2: what this returns for c-1; 0 for none.
     """
     block = c - 1
     held = costs.first_held[block] if t == costs.unsaved.size - 1 else costs.again_held[t]

@@ -213,7 +213,8 @@ def end_points(network: CutNetwork) -> tuple[Cut, Cut]:
 
 
 def between(network: CutNetwork, left: Cut, right: Cut) -> Cut | None:
-    """A vertex of the lower hull between the cuts `left` and `right`, below the line through them, or None."""
+    """A vertex of the lower hull between the cuts `left` and `right`, below the line through them; None if there is
+    none."""
     if right.saved_bytes <= left.saved_bytes or left.recompute_seconds <= right.recompute_seconds:
         return None
     price = (left.recompute_seconds - right.recompute_seconds) / (right.saved_bytes - left.saved_bytes)

@@ -103,9 +103,10 @@ class OffloadCandidate:
 
 
 class OffloadSearch:
-    """The best schedule so far under one cap and over one link. Deterministic: its noise has a fixed seed.
+    """A search for the fastest schedule under one cap and over one link. Deterministic: its noise has a fixed seed.
 
-    `transfer_seconds` are the seconds of each storage's transfer in one direction.
+    `transfer_seconds` are the seconds of each storage's transfer in one direction; `host_bytes` is the host's limit
+    (None: no limit).
     """
 
     def __init__(self, arrays: Arrays, cap_bytes: int, transfer_seconds: Floats, host_bytes: int | None = None) -> None:
@@ -126,7 +127,8 @@ class OffloadSearch:
         return True
 
     def offer_again(self, plan: OffloadCandidate) -> bool:
-        """Offer a plan that another search found for a cap no larger than this one's, timed over this link."""
+        """Offer a plan that another search found for a cap no larger than this one's, timed over this link. Returns
+        whether it became the best; False where it exceeds the host's limit."""
         host_bytes = most_on_host(self._arrays, plan.evaluations, plan.offloads)
         if self._host_bytes is not None and host_bytes > self._host_bytes:
             return False
@@ -135,8 +137,9 @@ class OffloadSearch:
     def consider(self, method: str, evaluations: Ints, speedups: Sequence[float] = _SPEEDUPS) -> bool:
         """Place offloads into this order of evaluations and offer the results.
 
-        Offloads are planned for a link that is faster by each of `speedups`, until some plans fit; those are timed with
-        the link's real speed. Returns True if the best has changed, or if the order recomputes too much to become best.
+        Offloads are planned for a link that is faster by each of `speedups` in turn, until a few plans fit; these are
+        timed with the link's real speed. Returns True if the best has changed, or if the order recomputes too much to
+        become best. `method` names how the order was found.
         """
         recomputed = added_seconds(self._arrays, evaluations)
         if self.best is not None and recomputed >= self.best.added_seconds:

@@ -266,7 +266,8 @@ class SaveAll:
         limit_seconds: float = 60.0,
         report: Callable[[Progress], None] | None = None,
     ) -> Solution:
-        """The schedule that saves everything. Raises `Infeasible` if its peak is above `budget_bytes`."""
+        """The schedule that saves everything. Raises `Infeasible` if its peak is above `budget_bytes`. The other
+        arguments change nothing."""
         if self._solution.peak_bytes > budget_bytes:
             raise Infeasible(self._solution.peak_bytes, self._solution.peak_bytes, self._op)
         return self._solution
