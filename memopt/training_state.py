@@ -59,7 +59,8 @@ class Attributes:
         self._generators = [(one, state_of(one)) for one in values.values() if isinstance(one, GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, but no subclasses, among the attributes and their elements, without parameters and buffers."""
+        """Yields the tensors among the attributes and their elements, without parameters, buffers and tensor
+        subclasses."""
         tables = [values for _, values in self._tables]
         own = {id(table[name]) for table in tables for name in ("_parameters", "_buffers") if name in table}
         for values in (*tables, *(values for container, values in self._contents if id(container) not in own)):
@@ -77,7 +78,7 @@ class Attributes:
         return not (same and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in others))
 
     def restore(self) -> None:
-        """Set all attributes, elements and generators to what they were."""
+        """Set all attributes, elements and generators to what they were when this object was made."""
         for table, values in self._tables:
             table.clear()
             table.update(values)
@@ -100,8 +101,8 @@ Contents: TypeAlias = list[tuple[Any, Any]]
 
 
 def contents_of(value: Any) -> Contents:
-    """The dicts, lists, sets and queues within nested containers, such as the batch of a call, and the attributes of
-    objects there, each with a copy of its contents; and the random generators there with their states."""
+    """All dicts, lists, sets and queues in `value` at any depth, such as in the batch of a call, and the attribute
+    dicts of objects in it; each with a shallow copy. Also the random generators in it, each with its state."""
     seen, left, contents = set[int](), [value], list[tuple[Any, Any]]()
     while left:
         one = left.pop()
@@ -197,8 +198,8 @@ class ForwardState:
 
 @dataclass(frozen=True)
 class TrainingState(ForwardState):
-    """The gradients of a model at one moment, and its state that a forward may change; without its parameters (see
-    `parameters_restored`). Everything can be undone."""
+    """The gradients of a model at one moment, and all that a forward may change except the values of parameters (see
+    `parameters_restored`). Every such change can be undone."""
 
     gradients: tuple[tuple[nn.Parameter, torch.Tensor | None], ...]
 
@@ -209,7 +210,7 @@ class TrainingState(ForwardState):
         return cls(**vars(ForwardState.whole(model)), gradients=gradients)
 
     def restore(self) -> None:
-        """Undo what was changed since, and set all gradients to None."""
+        """Set the model back to this state, but all gradients to None (see `restore_gradients`)."""
         for parameter, _ in self.gradients:
             parameter.grad = None
         self.undo()
@@ -262,7 +263,7 @@ class CallState:
 
     @classmethod
     def copies_of(cls, model: nn.Module) -> list[torch.Tensor]:
-        """The copies that all states of `model` which are still alive hold, except those in the CPU's memory."""
+        """The copies of tensors in all living `CallState`s of `model`; none for a model on the CPU."""
         states = [state for state in cls._alive if state.model() is model and state.device.type != HOST.type]
         return [kept for state in states for *_, kept in state.values.tensors if kept is not None]
 
@@ -300,7 +301,8 @@ def undone(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undone_but_parameters(model: nn.Module) -> Iterator[None]:
-    """As `undone`, for a block that does not change the parameters."""
+    """A context after which buffers, random generators, and the attributes of all modules with the values of tensors
+    among them, are as before. For blocks that do not change parameters, which are not restored."""
     state = ForwardState.whole(model)
     try:
         yield
@@ -309,6 +311,6 @@ def undone_but_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def generators_before(before: CallState | None, device: torch.device) -> tuple[Any, ...]:
-    """The generator states in `before`, if it is given and of this device; else the current ones. Reading the current
-    ones is slow, so a training call reads them once."""
+    """The states of the random generators that `before` holds, if it is given and of `device`; else the current states.
+    To read the current ones is slow, so a training call does it once."""
     return before.generators if before is not None and before.device == device else generator_states(device)

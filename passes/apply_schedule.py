@@ -165,7 +165,7 @@ class Rewriter:
         return self.latest[node]
 
     def forget_followers(self, source: fx.Node | None = None) -> None:
-        """Drops from `latest` the views and tuple elements made from `source` so far (None: from any node).
+        """Drops from `latest` all views and tuple elements that are made from `source` (None: from any node).
 
         The next call that reads one of them makes it again, from the latest evaluation of `source`."""
         if source is None:

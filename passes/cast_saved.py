@@ -20,8 +20,9 @@ _CAST = torch.ops.aten._to_copy.default
 class CastSaved(Pass):
     """Makes the backward of a joint graph read the named values rounded to `dtype`.
 
-    They are rounded where the forward makes them, and widened where the backward first reads them. If the forward has a
-    rounded copy, that is saved. Kernels that promote their operands to the wider dtype read the rounded copy directly.
+    They are rounded where the forward makes them, and widened where the backward first reads them. If the forward makes
+    a rounded copy anyway, that copy is saved. Kernels that promote their operands to the wider dtype read the rounded
+    copy directly.
 
     Before:
         softmax: f32[8, 4] = aten._softmax(primals_1, -1, False)

@@ -26,8 +26,8 @@ class QuantizeSaved(Pass):
     """Makes the backward of a joint graph read the named values from 8-bit copies, with a scale for each 128 values of
     a row.
 
-    They are quantised where the forward makes them, and dequantised where the backward first reads them. If a layer
-    has made an 8-bit copy of a value, that is saved.
+    They are quantised where the forward makes them, and dequantised where the backward first reads them. If a layer of
+    the forward makes such an 8-bit copy anyway, that copy is saved.
 
     Before:
         silu: bf16[8, 256] = aten.silu(primals_1)

@@ -29,7 +29,7 @@ class FoundReuse:
 def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> tuple[FoundReuse, ...]:
     """Returns the calls that `Reinplace` rewrites, in the graph's order.
 
-    With `among`, only calls among these nodes that write over memory which one of these nodes makes.
+    With `among`, only those calls that are in it, and that write over memory which a node in it makes.
     """
     return tuple(FoundReuse(reuse.node.name, reuse.operand.name) for reuse in _reuses(graph_module, among))
 

@@ -106,19 +106,19 @@ def judged(
 
 
 def check_named(names: Collection[str], reasons: Mapping[str, str], unknown: str, mend: str) -> None:
-    """Raises `VerifyError` for a name that is not a key of `reasons`, or that has a reason there not to be replaced
-    ("": none).
+    """Raises `VerifyError` if one of the calls in `names` cannot be replaced. `reasons` has, for each call that the
+    pass looks at, why it cannot be replaced, or "" if it can.
 
-    In the message, `unknown` is the reason for a name that is not a key; `mend` says what to do in either case."""
+    In the message, `unknown` is the reason for a name that is not in `reasons`; `mend` says what to do."""
     for name in sorted(names):
         if reason := reasons.get(name, unknown):
             raise VerifyError(name, reason, mend)
 
 
 def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like: Node) -> None:
-    """Raises `NoMatch` where anything but `readers` reads one of the values `inner`.
+    """Raises `NoMatch` where anything but `readers` reads one of the values `inner`, or the graph returns one.
 
-    A call that reads only a size does not count, if the value has the shape of `like`.
+    Calls that only read a size of a value are allowed where the value has the shape of `like`.
     """
     for node in inner:
         value = node.meta["val"]

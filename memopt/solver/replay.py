@@ -1,4 +1,5 @@
-"""The state of a replay: the values in memory, when each is needed next, and the seconds to recompute it."""
+"""The state of a replay, which makes the evaluations of a seed schedule again under a cap on memory: the values in
+memory, when each is needed next, and the seconds to recompute it."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class RepairState(NamedTuple):
     need: Ints
     """Per storage in memory: position of its next read, by the seed or by a recomputation, at the last `look_ahead`."""
     pinned: Ints
-    """Per storage: the last call of `look_ahead` that found it used by an op on `stack`; if that is the last call of
-    all, the storage must not be evicted."""
+    """Per storage: the last call of `look_ahead` that found it used by an op on `stack`. A storage must not be evicted
+    if this is the latest of all calls."""
     cost: Floats
     """Per storage: seconds to recompute it if it were evicted, its missing inputs included."""
     stale: Flags
@@ -56,7 +57,8 @@ class RepairState(NamedTuple):
     visited: Ints
     """Per op: the number of the last traversal that came to it."""
     op_need: Ints
-    """Per op that must be recomputed: the position before which it must be, as call `op_look` of `look_ahead` found."""
+    """Per op: the position before which it must be recomputed. Valid only where `op_look` of the op, the call of
+    `look_ahead` that set it, is the latest call."""
     op_look: Ints
     pending: Ints
     """Scratch space for traversals."""
@@ -201,7 +203,8 @@ def _spread_staleness(arrays: Arrays, replay: RepairState, storage: int) -> None
 
 @native_part
 def cost(arrays: Arrays, replay: RepairState, storage: int) -> float:
-    """Seconds to recompute `storage` and its missing inputs; infinite if one of them cannot be recomputed."""
+    """Seconds to recompute `storage` and all inputs for it that are not in memory; infinite if one cannot be
+    recomputed."""
     if not replay.stale[storage]:
         return replay.cost[storage]
     scalars, pending = replay.scalars, replay.pending

@@ -38,15 +38,16 @@ class Candidate:
 
 
 def candidate(arrays: Arrays, method: str, evaluations: Ints) -> Candidate:
-    """The candidate of a schedule, given as op indices, with its peak and added seconds."""
+    """A `Candidate` for the schedule `evaluations` (indices of ops), found by `method`; computes peak and added
+    seconds."""
     return Candidate(method, evaluations, peak_bytes(arrays, evaluations), added_seconds(arrays, evaluations))
 
 
 class Search:
-    """The best schedule so far under one cap on live bytes, and ways to improve it. Deterministic: its noise has a
-    fixed seed.
+    """The best schedule found yet under one cap on live bytes, and ways to improve it. Deterministic: the random
+    numbers of the local search have a fixed seed.
 
-    Once the best schedule adds `enough_seconds` or less, the search stops."""
+    Once the best schedule adds `enough_seconds` or less, no schedule is repaired or polished any more."""
 
     def __init__(self, arrays: Arrays, cap_bytes: int, enough_seconds: float = -1.0) -> None:
         self._arrays = arrays
@@ -76,7 +77,8 @@ class Search:
 
     def polish(self, plan: Candidate, method: str | None = None) -> None:
         """Remove recomputations from a plan that fits, by `polish` with each of `LENGTH_EXPONENTS`, and offer the
-        results. Does nothing for evaluations that were polished before, as repairs of one plan often repeat them."""
+        results. Their method is `method`, by default the name of the plan's solver and "polished". Does nothing if the
+        search is done, the plan is too long, or a plan with the same evaluations was polished before."""
         evaluations = plan.evaluations.tobytes()
         if self.done or self._is_long(plan) or evaluations in self._polished:
             return
@@ -101,8 +103,9 @@ class Search:
 
     def repaired(self, seed: Candidate, rule: tuple[float, float]) -> Candidate | None:
         """The seed made to fit the cap by a replay that evicts values when memory is full, and recomputes them when
-        read. It evicts first the value of least seconds / (bytes^p · evaluations to its next read^a), where `rule` is
-        (p, a). None if the result does not fit, or the search is done."""
+        they are read. `rule` is (p, a): the value with the least seconds / (bytes^p · distance^a) is evicted first,
+        where seconds are those to recompute it and distance is the number of evaluations until it is read next. None if
+        the result does not fit, the search is done, or the seed is too long."""
         if self.done or self._is_long(seed):
             return None
         evaluations, spent = repair(self._arrays, seed.evaluations, self.cap_bytes, *rule)
@@ -112,11 +115,12 @@ class Search:
         )
 
     def explore(self, save_all: Candidate, seeds: Sequence[Candidate], evaluations: int) -> None:
-        """Local search: in each round, recompute a few more values of the best plan (`ruin`), or repair a plan with
-        noise, then polish the result.
+        """Local search: some hundreds of rounds, each of which offers a changed version of a known plan.
 
-        A repair starts mostly from the best plan, else from `save_all` or one of `seeds`, under a slightly smaller cap.
-        Ends when the repairs have made about `evaluations` evaluations together, or after some hundreds of rounds.
+        A round recomputes a few more values of the best plan (`ruin`), or repairs a plan with random noise under a
+        slightly smaller cap; then it polishes the result. The plan to repair is mostly the best one, else `save_all`,
+        the plan that saves everything, or one of `seeds`. Ends early when the rounds have made about `evaluations`
+        evaluations together (see `spent`), or the search is done.
         """
         draw = self._random
         limit = self.spent + evaluations
@@ -194,8 +198,11 @@ def search_on(
     limit_seconds: float,
     report: Callable[[Progress], None] | None,
 ) -> None:
-    """Improve `search.best` until it meets `bound_seconds`, or `limit_seconds` have passed. `seeds` must begin with the
-    plan that saves everything."""
+    """Improve `search.best` by local search until its added seconds are close to their lower bound `bound_seconds`, or
+    `limit_seconds` have passed.
+
+    `seeds` are plans to start from; the first must be the one that saves everything. `report`, if given, is called with
+    the progress before each part of the search and at its end."""
     started = time.monotonic()
 
     def continues() -> bool:

@@ -35,10 +35,11 @@ class TimeLine:
 def time_line(problem: RematProblem, schedule: Schedule, link: Link) -> TimeLine:
     """The times of all evaluations and transfers of a schedule.
 
-    Before each evaluation compute waits for the copies out whose bytes are free from there on, then issues fetches,
-    then waits for the fetches that are due. After the evaluation, copies out are issued. Each queue moves one storage
-    at a time in the order of issue; transfers issued at the same position go by their deadlines. Storages that
-    lie on the host for the whole step (`Storage.home`) are only copied back.
+    Before an evaluation, compute waits for the copies out whose memory is freed there (`Offload.freed_before`), then
+    issues copies back (`fetch_from`), then waits for those that are read from there on (`back_before`). After the
+    evaluation, it issues copies out (`out_after`). Copies out and copies back are two queues; each moves one storage at
+    a time in the order of issue. Of copies issued at one position the one that is waited for first goes first. Storages
+    that lie on the host for the whole step (`Storage.home`) are only copied back.
     """
     offloads = schedule.offloads
     seconds = [link.transfer_seconds(problem.storages[offload.storage].bytes) for offload in offloads]
@@ -110,12 +111,13 @@ class Simulation:
 def simulate(problem: RematProblem, schedule: Schedule, link: Link | None = None) -> Simulation:
     """Count the live bytes at each evaluation of `schedule`, and its seconds; `link` carries the offloaded storages.
 
-    A read binds to the latest evaluation of the storage's producer, or to a copy fetched since. A version is live up to
-    its last read, or at its making only if nothing reads it; the first version of a `Storage.kept` storage is live to
-    the end. A version that is copied out is live until `Offload.freed_before`, the fetched copy from `fetch_from` on.
+    Each evaluation of a storage's producer, and each copy back from the host, makes a new version of the storage. A
+    read is of the latest version. A version is live from its making to its last read, or only at its making if nothing
+    reads it; the first version of a `Storage.kept` storage is live to the end. A version that is copied out is live
+    until `Offload.freed_before` at least, the fetched copy from `fetch_from` on.
 
-    Raises `ValueError` if the schedule is invalid (`Schedule.check`), offloads without a link, or puts more on the
-    host than `link.host_bytes`."""
+    Raises `ValueError` if the schedule is invalid (`Schedule.check`), offloads without a link, or puts more on the host
+    than `link.host_bytes`."""
     schedule.check(problem)
     evaluations = schedule.evaluations
     if not evaluations:
@@ -136,7 +138,8 @@ def simulate(problem: RematProblem, schedule: Schedule, link: Link | None = None
 
 
 def lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tuple[Offload, ...]) -> list[list[int]]:
-    """Every version of every storage as [storage, position of its making, last position at which it is live]."""
+    """Every version of every storage (see `simulate`) as [storage, position of its making, last position where it is
+    live]."""
     versions: list[list[int]] = []
     latest: dict[int, list[int]] = {}
     outward = by_position((offload.out_after, offload) for offload in offloads)

@@ -82,9 +82,9 @@ Count = Callable[[Any], Any]
 def count_of(batch: Any, model: nn.Module, count: Count | None, *, with_targets: bool) -> int | float | torch.Tensor:
     """The number of terms in the mean loss of `batch`, as a tensor on the device if it is computed from tensors there.
 
-    If `count` is given, it is called. Otherwise integer labels other than -100 are counted (`labels` or `shift_labels`
-    of a dict, or the targets of a pair `(inputs, targets)`); in a causal Hugging Face model the first label of each
-    sequence is left out, since nothing predicts it. Without such labels the samples are counted.
+    If `count` is given, it is called. Otherwise integer labels other than -100 are counted: `labels` or `shift_labels`
+    of a dict, or, `with_targets`, the targets of a pair `(inputs, targets)`. In a causal Hugging Face model the first
+    label of each sequence is left out, since nothing predicts it. Without such labels the samples are counted.
 
     Raises:
         ValueError: samples are counted, but the tensors have different numbers of them; or `count` returns a negative
@@ -142,8 +142,8 @@ def _checked(value: Any) -> int | float | torch.Tensor:
 
 @dataclass(frozen=True)
 class EffectiveBatch:
-    """The sums of tokens and of weighted losses over the calls since the last optimizer step. All tensors are
-    0-dimensional and on one device.
+    """The sums of tokens (terms of the mean loss) and of weighted losses over the calls since the last optimizer step.
+    All tensors are 0-dimensional and on one device.
 
     The backward of microbatch i with n_i tokens and mean loss l_i is that of l_i · n_i / `reference`. Once all tokens
     are known, gradients and loss are multiplied by `reference` / `tokens`, which makes them exactly those of the mean
@@ -167,11 +167,11 @@ class EffectiveBatch:
         return cls(0, nothing, nothing, nothing)
 
     def expecting(self, counts: Sequence[torch.Tensor], calls: int, model: nn.Module) -> EffectiveBatch:
-        """The effective batch at the beginning of a further call. `counts` has the tokens of each of its microbatches,
-        which `plus` adds when they have run.
+        """The effective batch at the beginning of a further call whose microbatches have `counts` tokens. `plus` adds
+        each of these microbatches when it has run.
 
-        The first call with any token sets `reference`, by which losses are divided: its tokens, as the mean over the
-        ranks that train `model`, times `calls`, the number of calls in an effective batch."""
+        The first call with any token sets `reference`, by which losses are divided. It is the sum of `counts`, averaged
+        over the ranks that train `model`, times `calls`, the number of calls in an effective batch."""
         expected = calls * mean_over_ranks(torch.stack(list(counts)).sum(), model)
         return replace(self, calls=self.calls + 1, reference=torch.where(self.reference > 0, self.reference, expected))
 
@@ -199,12 +199,13 @@ class EffectiveBatch:
 
     @property
     def mean_loss(self) -> torch.Tensor:
-        """The mean loss over all tokens so far; NaN without any."""
+        """The mean loss over the tokens of all microbatches that `plus` has added; NaN without any token."""
         return self.loss * self.correction
 
 
 def as_count(count: int | float | torch.Tensor, like: EffectiveBatch) -> torch.Tensor:
-    """The count as a 0-dimensional tensor on the device of `like`, without waiting for that device."""
+    """`count` as a 0-dimensional tensor on the device and in the dtype of `like.tokens`, without waiting for that
+    device."""
     home = like.tokens
     if isinstance(count, torch.Tensor) and count.device == home.device:
         return count.to(home.dtype)
@@ -222,24 +223,25 @@ again."""
 
 class Splitting:
     """The number of equal pieces into which batches of each signature (shapes and dtypes) are split: `microbatches`; if
-    that is None, 1 until a batch of that signature is refused."""
+    that is None, 1 until a batch of that signature is refused, then what `more` has found."""
 
     def __init__(self, model: nn.Module, microbatches: int | None) -> None:
         self.model, self.fixed = model, microbatches
         self._pieces: LruCache[str, int] = LruCache(MOST_SIGNATURES)
 
     def pieces(self, batch: Any) -> int:
-        """The number of pieces into which this batch is split, as far as is known: 1 unless a batch like it was
-        refused."""
+        """The number of pieces into which `batch` is split: `microbatches` if set; else what `more` has found for its
+        signature, or 1."""
         return self.fixed or (self._pieces.get(_signature_of(batch)) if self._pieces else None) or 1
 
     def more(self, batch: Any, refused: BudgetError) -> int:
-        """The smallest number of pieces, above the current one, with which the step fits; found by planning, and
-        remembered.
+        """The smallest number of pieces, above the present one, with which the step fits; found by planning, and
+        remembered for the signature of `batch`.
 
-        Raises `refused` where the user has set the number, passes a list of microbatches or does not allow the lever
-        "microbatch"; a `BudgetError` that says so where the model has batch statistics, which each piece would compute
-        separately; and, where not even single samples fit, the error that names the smallest budget."""
+        Raises `refused` where the model is not optimised, the user has set the number or passes a list of microbatches,
+        or the lever "microbatch" is not allowed. Raises a `BudgetError` that says so where the model has batch
+        statistics, which each piece would compute separately. Where not even single samples fit, raises the error that
+        names the smallest budget."""
         planned = session_of(self.model)
         if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
             raise refused

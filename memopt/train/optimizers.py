@@ -109,8 +109,8 @@ def check_proposals(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modul
 
 
 def norm_limit(value: Any) -> float | None:
-    """`max_grad_norm` as a float, or None for no clipping. Raises `TypeError` where it is no number, and `ValueError`
-    where it is not positive."""
+    """`value`, which the user gave as `max_grad_norm`, as a float; None, for no clipping, is returned as it is. Raises
+    `TypeError` where it is no number, and `ValueError` where it is not positive."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -138,15 +138,15 @@ def with_gradients(optimizers: Optimizers) -> Optimizers:
 
 
 def multiply(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all gradients by a 0-dimensional factor, in place."""
+    """Multiply the gradients of `parameters` by a 0-dimensional factor, in place."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor.to(parameter.grad.device))
 
 
 def clip(parameters: Sequence[torch.Tensor], limit: float | None) -> torch.Tensor:
-    """Clip the total norm of all gradients to `limit`, in place; None clips nothing. Returns the norm before clipping;
-    for sharded gradients, the norm over all ranks."""
+    """Clip the total norm of the gradients of `parameters` to `limit`, in place; None clips nothing. Returns the total
+    norm before clipping; for sharded gradients, that over all ranks."""
     if limit is None:
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     else:
@@ -156,6 +156,6 @@ def clip(parameters: Sequence[torch.Tensor], limit: float | None) -> torch.Tenso
 
 
 def clear(parameters: Sequence[torch.Tensor]) -> None:
-    """Free all gradients."""
+    """Free the gradients of `parameters`: set them to None."""
     for parameter in parameters:
         parameter.grad = None

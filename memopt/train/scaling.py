@@ -1,6 +1,7 @@
-"""Loss scaling by `torch.amp.GradScaler` for several optimizers, which all step or all skip; also without fp16.
+"""Loss scaling by `torch.amp.GradScaler` for several optimizers, of which all step or none; also used without fp16.
 
-Also the result of a call of `TrainStep`, and what follows once it is known whether its step was skipped.
+Also `StepResult`, which a call of `TrainStep` returns, and `FollowUp`, which steps the schedulers once it is known
+whether the optimizers have stepped.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StepResult:
     of one waits until the device has computed it."""
 
     loss: torch.Tensor
-    """The mean loss over the tokens (or samples) of the effective batch so far."""
+    """The mean loss over the tokens (or samples) of the effective batch, up to and including this call."""
     scale: torch.Tensor
     """The factor by which the loss was multiplied for this call's backward; 1 without loss scaling."""
     grad_norm: torch.Tensor | None = None
@@ -108,8 +109,9 @@ class Scaling:
         """Divide the gradients by the scale. Returns a tensor on the device: 1.0 if the step is to be skipped, else
         0.0.
 
-        It is skipped if `finite` is false or any gradient of any optimizer is not finite. A `GradScaler` decides for
-        each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one is in all."""
+        It is skipped if `finite` is false (the loss is not finite), or any gradient of any optimizer is not. A
+        `GradScaler` decides for each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one
+        is in all."""
         self._unscaled = True
         for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
@@ -124,8 +126,8 @@ class Scaling:
         return skipped
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer], skipped: torch.Tensor) -> _Verdict:
-        """Step all optimizers, or none if `skipped`, the result of `unscale`, is 1.0. The result says whether they were
-        skipped, once the device has computed that."""
+        """Step all optimizers, or none if `skipped`, the result of `unscale`, is 1.0. Returns a verdict that says
+        whether they were skipped; to read it may wait for the device."""
         ran = [_runs(self.scaler, optimizer) for optimizer in optimizers]
         if all(map(skips_on_device, optimizers)):
             return _Verdict(skipped)
@@ -137,8 +139,8 @@ class Scaling:
         self._unscaled = False
 
     def forget(self) -> None:
-        """Reset for the next batch after an error, which may have come between `unscale` and `update`; the scale does
-        not change."""
+        """After an error, make the scaler ready for the next batch, without a change of the scale. Does nothing unless
+        the error came between `unscale` and `update`."""
         if self._unscaled:
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
@@ -195,10 +197,10 @@ def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> boo
 
 
 class FollowUp:
-    """Steps the schedulers once the optimizers have stepped, and warns once if a step was skipped for another reason
-    than the loss scale.
+    """Steps the schedulers for each effective batch for which the optimizers have stepped. Warns at the first one that
+    was skipped for another reason than the loss scale.
 
-    While the host does not know yet whether a step was skipped, both wait until `settle` is called."""
+    Where the host does not know yet whether the optimizers were skipped, both are put off until `settle` is called."""
 
     def __init__(self, schedulers: Sequence[Any], scale_adapts: bool) -> None:
         self.schedulers, self.scale_adapts = schedulers, scale_adapts
@@ -206,15 +208,15 @@ class FollowUp:
         self._warned = False
 
     def take(self, number: int, result: StepResult) -> None:
-        """Store the result of effective batch `number`, and act on it now if the host already knows whether it was
-        skipped."""
+        """Store the result of effective batch `number`. If the host already knows whether it was skipped, step the
+        schedulers or warn now; else `settle` does so."""
         self._waiting = number, result
         if result.verdict is not None and result.verdict.on_host:
             self.settle()
 
     def settle(self) -> None:
-        """Act on the latest result, unless that was done already; waits for the device if the host does not know yet
-        whether the step was skipped."""
+        """Step the schedulers, or warn, for the result that `take` stored last; does nothing if that was done already.
+        Waits for the device if the host does not know yet whether the optimizers were skipped."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
@@ -226,7 +228,7 @@ class FollowUp:
             self._warn(number, float(result.loss))
 
     def forget(self) -> None:
-        """Drop the latest result if it was not acted on yet: no scheduler steps for it."""
+        """Drop the result that `take` stored last, unless `settle` has used it: no scheduler steps for it."""
         self._waiting = None
 
     def _warn(self, number: int, loss: float) -> None:

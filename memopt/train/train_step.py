@@ -175,17 +175,18 @@ class TrainStep:
         return StepResult(batch.mean_loss, scale, norm, verdict)
 
     def settle(self) -> None:
-        """Step the schedulers for the latest effective batch, unless that was done or the optimizers skipped it. Each
-        effective batch does so for the one before it, so call this once, after the last one."""
+        """Step the schedulers for the latest complete effective batch, unless that was done or the optimizers skipped
+        it. The end of an effective batch settles the one before it, so call this once, after the last one."""
         self.follow_up.settle()
 
     def state_dict(self) -> StateDict:
         """The state between two calls, also within an effective batch: with it and the model's own state dict a run
         resumes bitwise as if it had never stopped.
 
-        It has the states of optimizers, schedulers and scaler, the gradients so far, the number of steps, and the
-        states of Python's, numpy's and torch's random generators. `torch.load(weights_only=True)` can read it. Tensors
-        are not copied: save or copy them before the next call. Under DDP each rank has a state of its own.
+        It has the states of optimizers, schedulers and scaler, the gradients summed in an effective batch that is not
+        complete, the number of complete ones, and the states of Python's, numpy's and torch's random generators.
+        `torch.load(weights_only=True)` can read it. Tensors are not copied: save or copy them before the next call.
+        Under DDP each rank has a state of its own.
         """
         self.settle()
         return state_of(self)

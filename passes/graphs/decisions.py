@@ -99,8 +99,10 @@ def mark_deciding(deciding: Any) -> None:
 
 def find_decisions(graph: Graph) -> frozenset[Node]:
     """Returns the calls of a joint graph's forward that must not be recomputed, since the backward needs the very bits
-    that they gave: those that make a discrete choice by numbers which may be rounded otherwise the second time, and
-    those whose results a choice of the backward depends on, for example where a value equals its maximum.
+    that they gave in the forward.
+
+    Some of them make a discrete choice from numbers that may be rounded differently the second time. On the results of
+    the others a choice in the backward depends, such as that of the elements that equal a maximum.
 
     Numbers that are exact each time do not count: inputs, copies, integers, draws from a saved seed or state. So masks
     of dropout, and masks made of positions, are not among the results."""

@@ -59,8 +59,8 @@ def refresh(node: Node) -> None:
 
 
 def result_of(node: Node, instead: Mapping[Node, Any] = MappingProxyType({})) -> Any:
-    """Returns what a call returns for its arguments' `meta["val"]`, or for the value in `instead` of an argument that
-    has one there; sizes that depend on data are treated as in `refresh`."""
+    """Returns what a call's operator returns for its arguments' `meta["val"]`. `instead` maps nodes to values to use in
+    place of their `meta["val"]`. A result whose sizes depend on data is treated as in `refresh`."""
     if binds_new_symbols(node):
         first = node.all_input_nodes[0]
         return _retyped(node.meta["val"], next(tensors(instead.get(first, first.meta["val"]))).dtype)
@@ -82,11 +82,11 @@ def _of(node: Node) -> Any:
 
 
 def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
-    """Returns what `meta["val"]` would be if the nodes in `changes` had the values given there, which may have other
-    strides than now: the values in `changes`, and those of all nodes after them whose strides would change.
+    """Returns the `meta["val"]` that nodes would have if those in `changes` had the values given there, whose strides
+    may be new: for the nodes in `changes`, and for all later nodes whose strides would change too. Changes no node.
 
-    None where an operator does not take the new strides, as a view may not, where a value cannot be computed, or where
-    an output of the graph would change. To be called within `on_stored_values`."""
+    Returns None where an operator does not take the new strides, as a view may not, where a value cannot be computed,
+    or where the strides of a result of the graph would change. To be called within `on_stored_values`."""
     changed = {node: value for node, value in changes.items() if strides(value) != strides(node.meta["val"])}
     if not changed:
         return dict(changes)
@@ -107,7 +107,7 @@ def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
 
 
 def store(values: Mapping[Node, Any]) -> None:
-    """Sets the `meta["val"]` of nodes."""
+    """Sets the `meta["val"]` of each node in `values` to the value given there."""
     for node, value in values.items():
         node.meta["val"] = value
 
@@ -131,8 +131,8 @@ _ORIGIN = (*_PLACE, "partitioner_tag", "autograd_backward", "custom")
 
 
 def place_calls(graph: Graph) -> None:
-    """Gives each call without module and line of code those of the first call that reads it: torch's own patterns make
-    calls without them."""
+    """Sets module and line of code in the metadata of calls that have none, as torch's own patterns make them: a call
+    gets those of the first call that reads it."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and node.users and not any(key in node.meta for key in _PLACE):
             reader = next(iter(node.users))

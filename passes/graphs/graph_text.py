@@ -107,8 +107,8 @@ def format_argument(argument: Any, name_of: Callable[[Node], str] = lambda node:
 class GraphDiff:
     """The difference between two graphs: node names, and a text. If there is none, its truth value is False.
 
-    A node is matched with the one of its name, failing that with one that makes the same call (`renamed`, as pairs of
-    old and new name). Names are those of the later graph, except in `removed`."""
+    A node of one graph is matched with the node of the same name in the other; failing that, with one that makes the
+    same call (`renamed`, as pairs of old and new name). Names are those of the later graph, except in `removed`."""
 
     added: tuple[str, ...]
     removed: tuple[str, ...]

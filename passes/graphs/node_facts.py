@@ -72,8 +72,8 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 
 def named_dims(given: Any, count: int) -> tuple[int, ...]:
-    """Returns the dimensions that an operator's argument `dim`, given as `given`, means for a tensor of `count`
-    dimensions, as numbers from 0: one, several, or all for None and for []."""
+    """Returns the dimensions that an operator's argument `dim` names, as numbers from 0. `given` is the argument: one
+    number, several, or None or [] for all. `count` is the number of dimensions that the tensor has."""
     if given is None or given == []:
         return tuple(range(count))
     return tuple(dim % count for dim in (given if isinstance(given, (list, tuple)) else (given,)))
@@ -231,7 +231,8 @@ def argument_kind(argument: Any) -> Hashable:
 
 def value_kind(value: Any) -> Hashable:
     """A key for a node's `meta["val"]`: equal for strided tensors of equal type, dtype, device, `requires_grad`, shape,
-    strides and storage offset."""
+    strides and storage offset. Other tensors are compared by identity, tuples and lists by their elements, and all else
+    by `argument_kind`."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return value.layout, id(value)
@@ -262,8 +263,8 @@ def _without_root(source: str) -> str:
 
 
 def block_of(path: str) -> str:
-    """Returns the path of the repeated block that a module or parameter lies in, the outermost element of a list of
-    modules (`layers.3` of `layers.3.mlp`); "" outside of blocks."""
+    """Returns the path of the repeated block that the module or parameter at `path` lies in: `layers.3` for
+    `layers.3.mlp`. A block is an element of the outermost list of modules; "" for a path in no such list."""
     parts = path.split(".")
     element = next((position for position, part in enumerate(parts) if part.isdigit()), None)
     return "" if element is None else ".".join(parts[: element + 1])

@@ -81,8 +81,8 @@ _FILLS = frozenset(
 
 
 def op_name(node: Node, namespaces: Collection[str] = ("aten",)) -> str:
-    """Returns a call's ATen operator without overload, `layer_norm` for `aten.layer_norm.default`; "" for all else.
-    With `namespaces`, operators of these libraries."""
+    """Returns the name of a call's operator without overload, `layer_norm` for `aten.layer_norm.default`. Returns ""
+    for operators of libraries that are not in `namespaces`, and for nodes that are no calls of operators."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, OPERATOR_OVERLOAD) or target.namespace not in namespaces:
         return ""
@@ -105,8 +105,8 @@ def moves_data(node: Node) -> bool:
 
 
 def follows_input(node: Node) -> bool:
-    """True for a call that copies, moves or selects elements of its first argument, and so rounds nothing in 16
-    bits."""
+    """True for a call that rounds nothing in 16 bits: one of those that `moves_data` accepts, or one that selects
+    elements of its first argument or their positions, as `max` and `sort` do."""
     return moves_data(node) or op_name(node) in _SELECTS
 
 

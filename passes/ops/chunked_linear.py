@@ -13,10 +13,10 @@ and 0.86 ms for the logits and the gradients of the rows and of the weight, and 
 
 
 def chunk_rows(rows: int, width: int) -> int:
-    """Returns the rows of a chunk for `rows` tokens of `width` features: an eighth of them, at most half of `width`.
+    """Returns the number of rows in a chunk, for `rows` rows of `width` features: an eighth of the rows, at most half
+    of `width` or 512, whichever is more.
 
-    The second limit is never below 512 rows. Where `width` is 1,024 or more, the logits of a chunk have at most half as
-    many elements as the weight's gradient.
+    Where `width` is 1,024 or more, the logits of a chunk have at most half as many elements as the weight's gradient.
     """
     return max(1, min(-(-rows // LARGEST_SHARE), max(_LEAST_ROWS, width // 2)))
 

@@ -1,8 +1,8 @@
 """8-bit floating-point formats: scales, quantising and dequantising.
 
 Formats and their use after Micikevicius et al. 2022 (arXiv:2209.05433): e4m3 (3 bits of mantissa, up to 448) for
-values, e5m2 (2 bits, up to 57,344) for gradients. A scale is what a rounded value is multiplied with; it makes the
-largest magnitude of its tensor, or of its tile of it, the format's largest. Tiles after DeepSeek-V3 (2024,
+values, e5m2 (2 bits, up to 57,344) for gradients. A tensor, or each tile of it, has one scale: values are divided by it
+before they are rounded, which makes the largest magnitude the format's largest. Tiles after DeepSeek-V3 (2024,
 arXiv:2412.19437): 128 values along what a product sums over, 128 by 128 of weights, scales in fp32; and after the OCP
 Microscaling Formats (MX) specification 1.0 (2023): 32 values along what is summed over, scales that are powers of two,
 rounded up (Mishra et al. 2025, arXiv:2506.08027) so that nothing lies beyond the format's largest.
@@ -99,8 +99,8 @@ def quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_of(largest_magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the scale, by which values are divided, that makes a magnitude the largest number of the 8-bit `dtype`;
-    never 0, also for zeros."""
+    """Returns the scale for values up to `largest_magnitude`: that magnitude, divided by the scale, is the largest
+    number of the 8-bit `dtype`. Never 0, also for a magnitude of 0."""
     return (largest_magnitude / torch.finfo(dtype).max).clamp_min_(torch.finfo(torch.float32).tiny)
 
 
@@ -271,8 +271,8 @@ def load_histories(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) 
 
 @torch.library.custom_op("memopt::fp8_delayed_scale", mutates_args=())
 def fp8_delayed_scale(x: Tensor, dtype: torch.dtype, history: str) -> Tensor:
-    """Returns the scale of `x` for an 8-bit dtype (see `Histories.scale`); `history` is the prefix of the histories
-    followed by a name.
+    """Returns the scale of `x` for an 8-bit dtype (see `Histories.scale`), and stores the largest magnitude of `x`.
+    `history` is `Histories.prefix` followed by the name of the tensor.
 
     Where these histories were freed with their model, it is the scale for `x` itself, and nothing is stored."""
     prefix, separator, name = history.partition("/")

@@ -183,7 +183,7 @@ def lend(value: Tensor, device: torch.device) -> Tensor:
 
 
 def bring(host: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device of a value that `lend` or `COPY_OUT` put on the host; any other tensor itself."""
+    """Returns a copy on `device` of `host`, if `lend` or `COPY_OUT` put it on the host; any other tensor as it is."""
     if not host_memory(device.type).holds(host.untyped_storage().data_ptr()):
         return host
     return _await_back(_copy_back(host, device), host)

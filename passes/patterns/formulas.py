@@ -29,8 +29,8 @@ class Unknown(Exception):
 
 
 class Reader:
-    """Called with a node, returns the polynomial by which its value is computed from the `given` nodes; `inner` lists
-    the calls that were read so far."""
+    """Called with a node, returns the polynomial by which its value is computed. Reading stops at the nodes in `given`,
+    which maps nodes to their polynomials."""
 
     def __init__(self, graph_module: GraphModule, given: Mapping[Node, Polynomial]) -> None:
         self.module, self.given = graph_module, given
@@ -38,7 +38,8 @@ class Reader:
 
     @property
     def inner(self) -> list[Node]:
-        """The calls that were read as parts of polynomials, in the graph's order, without constants."""
+        """The nodes that all uses of this reader have read, in the graph's order, without constants and `given`
+        nodes."""
         return sorted(node for node, value in self.read.items() if not is_constant(value))
 
     def __call__(self, value: Any) -> Polynomial:

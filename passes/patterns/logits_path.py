@@ -191,8 +191,8 @@ def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node
 
 
 def replace_class_size(reader: Node, value: torch.Tensor, class_dim: int) -> bool:
-    """Replaces the call `reader`, which returns a size of the tensor `value`, by the number, and returns True, if that
-    is the size of the dimension of classes; else changes nothing and returns False."""
+    """Replaces the call `reader`, which reads a size of the tensor `value`, by that size, if it is of the dimension
+    `class_dim`. Returns whether it has done so; False: nothing has changed."""
     dim: Any = reader.args[1]
     if dim % value.dim() != class_dim:
         return False

@@ -44,8 +44,9 @@ class MaskRows:
         self.masking: dict[Node, int | None] = {}
 
     def masking_terms(self, mask: Node) -> int | None:
-        """Returns, for a mask that is added to scores and is itself a sum, how many of its terms mask some score by a
-        finite number (not -inf); None if a term may mask every score of a row.
+        """Returns how many terms of `mask`, which is added to scores, may mask some score by a finite number (not
+        -inf); None if a term may mask every score of a row. Terms are the operands of sums, and each fill by `where` or
+        `masked_fill`.
 
         Terms that depend on no input of the graph are evaluated. A term that is looked up in a table, or is a product
         of matrices, is a learned bias and masks nothing."""
@@ -83,7 +84,7 @@ class MaskRows:
         return below + 1 if self.masks_no_row_whole(condition, not seen) else None
 
     def masks_no_row_whole(self, mask: Node, where: bool) -> bool:
-        """Returns whether it is known that no row of the bool `mask` has the value `where` in all of its elements."""
+        """Returns whether every row of the bool `mask` is known to have an element that is not `where`."""
         known = self._constant(mask)
         return known is not None and not (known.whole if where else known.empty)
 

@@ -34,9 +34,10 @@ class RowsPlace:
 
 
 def with_rows(node: Node, place: RowsPlace, resize: Callable[[Any, RowsPlace], Any]) -> tuple[Any, ...]:
-    """Returns the arguments of the call `node` for another number of rows; `place` is where its result has them.
+    """Returns the arguments of the call `node` with the sizes among them changed to another number of rows.
 
-    `resize` returns the new size of the dimension with the rows, given its current size and `place`."""
+    `place` is where the call's result has the rows. `resize`, called with the size of that dimension and `place`,
+    returns the new size."""
     if op_name(node) not in _SIZED:
         return node.args
     sizes: Any = node.args[-1] if op_name(node) == "unflatten" else node.args[1]
@@ -79,8 +80,8 @@ def _quotient(size: Any, by: Any) -> Any:
 
 
 def aligned_place(node: Node, source: Node, place: RowsPlace) -> RowsPlace | None:
-    """Returns the place of the rows in the operand `source`, which is broadcast to the result of `node`; None where the
-    operand has size 1 there, one row for all. `place` is that of the rows in the result."""
+    """Returns the place of the rows in `source`, an operand that is broadcast to the result of `node`. `place` is where
+    the result has the rows. None where the operand lacks that dimension or has size 1 in it: one row for all."""
     shape = shape_of(source)
     dim = place.dim - (len(shape_of(node)) - len(shape))
     return None if dim < 0 or statically_known_true(shape[dim] == 1) else replace(place, dim=dim)

@@ -78,7 +78,7 @@ class RowProgram:
         return f"{', '.join(parameters)}: {'; '.join(reversed(body))}"
 
     def learned(self) -> frozenset[str]:
-        """Returns the names in the program of the operands with respect to which its results have derivatives."""
+        """Returns the names in the program of all values that get gradients from its results, operands among them."""
         by_name: dict[str, frozenset[str]] = {}
         for name, expression in self.lines.items():
             stops = expression.startswith(_STOPS)
@@ -90,8 +90,8 @@ class RowProgram:
         return [("x", self.layers), ("r", self.rows), ("w", self.whole)]
 
     def add(self, node: Node) -> None:
-        """Adds lines that compute the result `node` of the `RowRegion` to the program. Raises `NoMatch` if a call that
-        it is computed by cannot be written in a program."""
+        """Adds lines that compute `node`, a result of the `RowRegion`, to the program. Raises `NoMatch` if one of the
+        calls that compute it cannot be written in a program."""
         value = self.region.results[node]
         expression, finish = self._result(node, value, ())
         self.results.append(RowResult(node, value, finish))

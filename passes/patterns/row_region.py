@@ -181,8 +181,8 @@ def _others_with_classes(region: RowRegion, node: Node) -> Iterator[tuple[Node, 
 
 
 def class_dim_after(node: Node, source: Node, class_dim: int) -> int | None:
-    """Returns the dimension of the classes in a call's result, given that of one input; None where the call does not
-    treat each row alone, or its result has no classes."""
+    """Returns the dimension of the classes in the result of the call `node`, whose input `source` has the classes in
+    dimension `class_dim`. None where the call does not treat each row alone, or its result has no classes."""
     value, before = node.meta.get("val"), source.meta["val"]
     if not isinstance(value, torch.Tensor) or node.op != "call_function":
         return None

@@ -51,7 +51,7 @@ class RowSegment:
     """The most tiles that the segment is split into; None: as many as are asked for."""
 
     def tiles(self, asked: int) -> int:
-        """Returns the number of tiles that the segment is split into where `asked` are asked for."""
+        """Returns the number of tiles that the segment is split into: `asked`, or `most_tiles` if that is less."""
         return asked if self.most_tiles is None else min(asked, self.most_tiles)
 
     @property
@@ -64,8 +64,8 @@ class RowSegment:
 
 
 def find_row_segments(graph_module: GraphModule, tiles: int, parameters: Collection[int]) -> tuple[RowSegment, ...]:
-    """Returns the segments of an operator graph that are worth running in `tiles` tiles (attention: in at most as many,
-    by a divisor of its heads), in the graph's order. None overlap.
+    """Returns the segments of an operator graph that are worth running in `tiles` tiles, in the graph's order. No two
+    overlap. Attention runs in at most that many tiles, since their number must divide that of its heads.
 
     Only calls that depend on a parameter are considered; `parameters` holds the positions of parameters among the
     graph's inputs."""
@@ -263,8 +263,9 @@ class _Growth:
 
 
 def can_join(node: Node, place: RowsPlace) -> bool:
-    """Returns whether a value with rows at `place` can be put together from tiles: it is a tensor without gaps, and
-    either no view has merged the rows with a dimension in front of them, or only the number of rows is a symbol."""
+    """Returns whether a value with rows at `place` can be put together from tiles. It must be a tensor without gaps in
+    memory. If a view has merged the rows with a dimension in front of them, no size but their number may be a
+    symbol."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or memory_order(value) is None:
         return False

@@ -26,9 +26,10 @@ Operands: TypeAlias = tuple[tuple[Node, RowsPlace | None], ...]
 
 
 def row_operands(node: Node, place: RowsPlace) -> Operands | None:
-    """Returns the operands of a call whose result has rows at `place`: pairs of an operand and the place where it has
-    the same rows, which is None if every row of the result reads the whole operand. Returns None instead of pairs where
-    the call is not known to compute each row from the same row of its operands."""
+    """Returns the operands of a call whose result has rows at `place`, each with the place where it has the same rows.
+
+    That place is None for an operand that every row of the result reads as a whole. Returns None alone where the call
+    is not known to compute each row of its result from the same row of its operands."""
     if node.target is operator.getitem:
         return ((node.args[0], place),) if isinstance(node.args[0], Node) else None
     name = op_name(node)
@@ -42,8 +43,8 @@ def row_operands(node: Node, place: RowsPlace) -> Operands | None:
 
 
 def row_result(node: Node, operand: Node, place: RowsPlace) -> tuple[RowsPlace, Operands] | None:
-    """Returns, for a call whose operand `operand` has rows at `place`, the place of these rows in its result, and all
-    its operands with theirs, as `row_operands` returns them; None where the call mixes rows."""
+    """Returns the place of the rows in the result of the call `node`, whose argument `operand` has them at `place`; and
+    what `row_operands` returns for that result. None where the call is not known to keep rows apart."""
     value = next(tensors(node.meta.get("val")), None)
     if value is None:
         return None
