@@ -248,7 +248,7 @@ class LiveOptimizer:
         return cls(type(optimizer), order, all(group.get("fused") is True for group in optimizer.param_groups))
 
     def like(self, optimizer: OptimizerLike) -> OptimizerLike:
-        """A function that makes this optimizer's class with fused kernels, if this optimizer uses them; else
+        """A function that makes an optimizer of this one's class with fused kernels, if this one uses them; else
         `optimizer`, which is that class or its name."""
         if not self.fused:
             return optimizer

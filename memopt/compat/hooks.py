@@ -91,8 +91,8 @@ _FIRST = -1
 
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
     """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it. Autograd calls
-    `first` with the gradient. The hooks that are added later are left to the caller of this function, unless `at_once`
-    of the table is true. The table does not keep the tensor alive."""
+    `first` with the gradient. Autograd calls the hooks that are added later only while the table's `at_once` is true;
+    otherwise whoever called `defer_hooks` has to call them (`own`). The table does not keep the tensor alive."""
     return _put_in(tensor, DeferredHooks(first))
 
 

@@ -1,4 +1,5 @@
-"""The problem that the regions of a call make together, its solutions, and where its parameters are stepped."""
+"""The problem that the regions of a call make together, its solutions, and at which positions of a schedule the
+optimizer steps parameters within the backward."""
 
 from __future__ import annotations
 

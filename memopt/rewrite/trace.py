@@ -66,8 +66,8 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
     """The joint graph of a region, rewritten as `rewriting` says; for a region without gradients its forward
     (`JointGraph.differentiated` is false).
 
-    Raises `PassError` where a pass fails, `NothingToRewrite` where the decision `rewriting.needed` has no passes, and
-    `CaptureError` where the region cannot be traced into a joint graph.
+    Raises `PassError` where a pass fails, `NothingToRewrite` where the lever with the label `rewriting.needed` finds no
+    passes to run, and `CaptureError` where the region cannot be traced into a joint graph.
     """
     with region.modes.restored():
         operators = _rewritten_operators(region, rewriting)
@@ -86,8 +86,9 @@ def trace_call(
     """A joint graph for each time that a region runs in a call, in that order; each region is traced once, and regions
     without gradients are left out.
 
-    `traces` is a cache of graphs traced before. Raises `CaptureError` where no gradient flows to any parameter,
-    `NothingToRewrite` where the decision `rewriting.needed` has no passes in any region, and otherwise as `trace`.
+    `traces` is a cache of graphs traced before. Raises `CaptureError` where no gradient flows to any parameter, and
+    `NothingToRewrite` where the lever with the label `rewriting.needed` finds no passes to run in any region. Also
+    raises what `trace` raises.
     """
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     regions = {id(run.region): run.region for run in captured.runs}

@@ -105,7 +105,7 @@ class PlainCalls(PlainCounter):
 
     @contextmanager
     def not_allowed(self) -> Iterator[None]:
-        """A context in which no call runs plain; used to check plans."""
+        """A context in which calls that fit the budget without a plan are planned too, so that plans can be checked."""
         before, self.allowed = self.allowed, False
         try:
             yield
@@ -350,8 +350,9 @@ class PlainCalls(PlainCounter):
         if not known:
             budget, name = size(self.planner.terms.options.budget_bytes), type(self.model).__name__
             warnings.warn(
-                f"a forward of {name} ran {made} differentiable operators, but its step was counted with {step.nodes}, "
-                f"and so may exceed the budget of {budget}; later forwards are counted before they run",
+                f"a forward of {name} ran {made} differentiable operators, but the bytes of its step were counted for "
+                f"{step.nodes}, so that the step may exceed the budget of {budget}; later steps are counted before "
+                "they run",
                 stacklevel=2,
             )
 

@@ -35,9 +35,10 @@ class Kind:
     """The most bytes outside of the step while such a call was run on values to be counted; 0 where none was."""
 
     def a_plan_will_do(self, sizes: Sizes, *, plans_serve_all: bool) -> bool:
-        """Whether a call of these sizes, which no count covers, is planned rather than counted. It is if there are
-        enough counts. It also is if calls like it were too large, and `plans_serve_all`: a captured graph serves calls
-        of all sizes, so that planning takes less time than counting."""
+        """Whether a call of these sizes is planned at once, instead of counting the bytes of its plain step first; no
+        earlier count covers the sizes. It is if the steps of enough sizes have been counted. It also is if the plain
+        step of a call like it exceeded the budget, and `plans_serve_all`: a captured graph serves calls of all sizes,
+        so that planning takes less time than counting."""
         enough = len(self.fitting) + len(self.too_large) >= _MOST_COUNTS
         return enough or (plans_serve_all and any(_constants(sizes) == _constants(large) for large in self.too_large))
 

@@ -41,9 +41,10 @@ _RETURNED = "memopt returned"
 class UntilBackward:
     """Observes what the caller's own code holds from the return of a forward to the beginning of its backward.
 
-    Tensors that operators saved are in the autograd graph. Those that they allocate and free are not: they are assumed
-    to take as much as the largest gradients passed on, unless the CPU's meter (`memopt.measure_peak`) runs and measures
-    it. memopt runs no meter of its own, as torch allows one profiler at a time, which may be the user's."""
+    Tensors that operators saved are in the autograd graph. Those that operators allocate and free are not: their bytes
+    are estimated from the sizes of the gradients that the backward will pass between operators (`held_bytes`), unless
+    the CPU's meter (`memopt.measure_peak`) runs and measures them. memopt runs no meter of its own, as torch allows one
+    profiler at a time, which may be the user's."""
 
     _running: ClassVar[UntilBackward | None] = None
 

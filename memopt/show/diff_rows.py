@@ -78,8 +78,8 @@ class Row:
 
 
 def places(paths: Iterable[str]) -> dict[str, ModulePlace]:
-    """The place of each module path. A list of modules counts as a list of blocks if the paths have submodules of at
-    least two of its elements."""
+    """For each module path, the block of the model that it lies in, if any, and its path within the block. A list of
+    modules counts as a list of blocks if the paths have submodules of at least two of its elements."""
     paths = tuple(paths)
     numbers: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for path in paths:

@@ -63,7 +63,8 @@ class Links(NamedTuple):
 
 
 def link(arrays: Arrays, evaluations: Ints) -> Links:
-    """The linked lists of the schedule `evaluations`, an array of op indices."""
+    """Make the `Links` of a schedule: the linked lists of all reads of each version, and of all evaluations of each op.
+    `evaluations` is the schedule, as an array of op indices."""
     count = evaluations.size
     version_start = _starts(np.diff(arrays.make_start)[evaluations])
     read_start = _starts(np.diff(arrays.read_start)[evaluations])
