@@ -217,7 +217,7 @@ class _Proof:
                 before, after = known[one], known[other]
                 if isinstance(before, BlockPlace) and before.block == 0 and not before.backward:
                     first, second = (len(self.of.half(before.run, False, block)) for block in (0, 1))
-                    before = before._replace(number=before.number + second - first)
+                    before = BlockPlace(before.run, before.backward, before.block, before.number + second - first)
                 return _block_later(before, after)
         return one is other
 

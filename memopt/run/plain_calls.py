@@ -21,7 +21,7 @@ from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, special_tensors, tensors_in
 from memopt.compat.autograd import FREED, Retention, keeps_graph, next_node_number
 from memopt.compat.modules import Parts
-from memopt.compat.operators import tree_leaves
+from memopt.compat.operators import tree_leaves, without_modes
 from memopt.compat.saved_tensors import checkpoint_around
 from memopt.compat.tensors import special_kind, weak_storages
 from memopt.errors import BudgetError, CaptureError, without_frames
@@ -309,7 +309,8 @@ class PlainCalls(PlainCounter):
                 outputs=tuple(weak_storages(outputs)),
             )
             if not any(map(special_kind, tensors_in(call))):  # such a tensor cannot be on "meta"
-                forward.runs_plain_from = partial(self.runs_from, on_meta(call), now.situation)
+                with without_modes():  # the caller's modes see the step alone
+                    forward.runs_plain_from = partial(self.runs_from, on_meta(call), now.situation)
             self.entry.add_plain(forward)
             Ledger.of(self.entry).begins(forward)
             waiting = [forward]  # a model that keeps an output keeps its node, which must not keep the model

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import memopt
-from memopt.errors import CaptureError
 
 EXACT = {"precision": "fp32", "allow": {"recompute", "reinplace"}, "optimizer": None}
 READERS = {
@@ -47,7 +46,16 @@ def test_each_batch_is_trained_with_its_own_number(reader: str, dtype: torch.dty
         assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
 
 
-def test_a_number_that_torch_cannot_trace_is_refused_with_the_line() -> None:
-    batch = torch.randn(4, 8), torch.tensor(2.0, dtype=torch.float64)
-    with pytest.raises(CaptureError, match=r"cannot be captured as a graph: .*test_numbers_of_tensors\.py:\d+"):
-        memopt.plan(Reads("alpha"), 1.0, batch, **EXACT)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_number_whose_value_an_operator_needs_is_a_constant_of_each_plan(ahead: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Reads("alpha"), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    example = (x, torch.tensor(2.0, dtype=torch.float64)) if ahead else None
+    memopt.optimize(model, 1.0, example_inputs=example, **EXACT)
+    for value in (2.0, 3.0, 7.5, 2.0):
+        number = torch.tensor(value, dtype=torch.float64)
+        for trained in (model, plain):
+            trained.zero_grad()
+            trained(x, number).backward()
+        assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]

@@ -538,7 +538,9 @@ def test_a_budget_for_second_derivatives_is_named(share: float) -> None:
     """Where the first step is planned, and where it would fit without them."""
     gc.collect()
     expected, plain_peaks = losses_with_slopes(two_heads(), 0)
-    with pytest.raises(memopt.BudgetError, match=r"create_graph=True.*\n.*\n.*have a loss_fn") as refused:
+    with pytest.raises(
+        memopt.BudgetError, match=r"create_graph=True.*\n.*\n.*take the derivative in a loss_fn"
+    ) as refused:
         losses_with_slopes(memopt.optimize(two_heads(), share * max(plain_peaks) / GIB, **RECOMPUTING), 0)
     budget = refused.value.smallest_gb
     del refused

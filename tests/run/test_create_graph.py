@@ -171,7 +171,9 @@ def test_where_no_second_forward_is_possible() -> None:
     values = planned(real)
     with torch.no_grad():
         next(planned.parameters()).add_(1)
-    with pytest.raises(memopt.UnplannedGradientError, match=r"have changed since its forward; have a loss_fn"):
+    with pytest.raises(
+        memopt.UnplannedGradientError, match=r"have changed since its forward; take the derivative in a loss_fn"
+    ):
         torch.autograd.grad(values.sum(), list(planned.parameters()), create_graph=True)
 
 
