@@ -111,7 +111,7 @@ def needs(name: str, *, lora: bool) -> Needs:
 
 
 def on_host(name: str, length: int) -> float:
-    """Return the smallest budget of a LoRA step of so many tokens in GB, its frozen weights in the host's memory."""
+    """Return the smallest budget in GB of a LoRA step of `length` tokens with the frozen weights on the host."""
     allow = HERE | {"offload_parameters"}
     batch = {"input_ids": integers(1, length), "labels": integers(1, length)}
     plan = memopt.plan(

@@ -137,6 +137,16 @@ def test_stacked_experts_are_copied_whole_and_the_plan_says_so() -> None:
     assert any("stacks of matrices, as of experts" in note for note in plan.notes)
 
 
+def test_kernels_of_convolutions_are_no_experts() -> None:
+    layers = [layer for _ in range(6) for layer in (nn.Conv1d(64, 64, 9, padding=4), nn.ReLU())]
+    model = nn.Sequential(*layers).requires_grad_(requires_grad=False).append(nn.Conv1d(64, 1, 1))
+    x = torch.randn(1, 64, 32)
+    smallest_gb = memopt.plan(model, 1.0, x, **options()).smallest_gb()
+    plan = memopt.plan(model, 1.02 * smallest_gb, x, **options())
+    assert plan.hosted_bytes
+    assert not any("experts" in note for note in plan.notes)
+
+
 def test_a_budget_below_the_smallest_is_refused() -> None:
     budget_gb = GPT2.between(0.0)
     with pytest.raises(memopt.BudgetError) as refused:

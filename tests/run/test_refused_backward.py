@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -78,20 +79,38 @@ def layers_with(budget_gb: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def steps_that_keep_outputs(budget_gb: float = 0) -> list[int]:
-    """The peaks of six steps whose loop keeps all outputs, for an average at the end of the epoch."""
+def peaks_of(backward: Callable[[torch.Tensor], None], budget_gb: float = 0) -> list[int]:
+    """The peaks of six steps; `backward` takes the output of the model."""
     model, optimizer = layers_with(budget_gb)
-    peaks, kept = [], []
+    peaks = []
     for _ in range(6):
         batch = torch.randn(512, 128)
         with memopt.measure_peak() as peak:
-            kept.append(model(batch))
-            loss = kept[-1].square().mean()
+            made = model(batch)
             optimizer.zero_grad()
-            loss.backward()
+            backward(made)
+            del made
             optimizer.step()
         peaks.append(peak.bytes)
     return peaks
+
+
+def steps_that_keep_outputs(budget_gb: float = 0) -> list[int]:
+    """The peaks of steps whose loop keeps all outputs, for an average at the end of the epoch."""
+    kept = []
+
+    def backward(made: torch.Tensor) -> None:
+        kept.append(made)
+        made.square().mean().backward()
+
+    return peaks_of(backward, budget_gb)
+
+
+def differentiate_two_losses(made: torch.Tensor) -> None:
+    """One after the other, beside the gradients of the step before."""
+    first, second = made.square().mean(), made.abs().mean()
+    first.backward(retain_graph=True)
+    second.backward()
 
 
 @pytest.mark.plans_always
@@ -105,27 +124,10 @@ def test_outputs_that_a_loop_keeps_are_named_and_end_no_training() -> None:
     assert max(peaks) <= budget_gb * 2**30
 
 
-def steps_that_keep_graphs(budget_gb: float = 0) -> list[int]:
-    """The peaks of steps that differentiate two losses one after the other, beside the gradients of the step before."""
-    model, optimizer = layers_with(budget_gb)
-    peaks = []
-    for _ in range(5):
-        batch = torch.randn(512, 128)
-        with memopt.measure_peak() as peak:
-            made = model(batch)
-            first, second = made.square().mean(), made.abs().mean()
-            optimizer.zero_grad()
-            first.backward(retain_graph=True)
-            second.backward()
-            optimizer.step()
-        peaks.append(peak.bytes)
-    return peaks
-
-
 @pytest.mark.plans_always
 @pytest.mark.usefixtures("counted")
 def test_a_step_whose_backward_keeps_its_graph_is_planned_so_from_then_on() -> None:
     """It was refused in the second step, although plans that save less fit with the kept graph too."""
-    plain = max(steps_that_keep_graphs())
-    peaks = steps_that_keep_graphs(budget_gb := 0.65 * plain / 2**30)
+    plain = max(peaks_of(differentiate_two_losses))
+    peaks = peaks_of(differentiate_two_losses, budget_gb := 0.65 * plain / 2**30)
     assert max(peaks) <= budget_gb * 2**30
