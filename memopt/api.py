@@ -48,9 +48,9 @@ def optimize(
     Training calls (grad enabled, `model.training`) run as planned; all others run the plain model. The plan is made now
     if `example_inputs` are given, else at the first training call; calls with other shapes are planned when they occur.
     Without `example_inputs`, a call whose plain step fits the budget runs plain, unless the options ask for more than
-    saving memory: a precision other than "auto" and "fp32", passes, inductor (the default backend on CUDA),
-    calibration, levers on the optimizer. Called again with another budget and otherwise the same options, it plans from
-    the graphs that are captured already.
+    saving memory: a precision other than "auto" and "fp32", passes, inductor (the default backend on CUDA) or
+    calibration. Called again with another budget and otherwise the same options, it plans from the graphs that are
+    captured already.
 
     Args:
         budget_gb: GB of 1024³ bytes for everything that the step holds on the device. By default, what the model's
@@ -64,13 +64,13 @@ def optimize(
         optimizer: the optimizer that will step (default AdamW): a class, an instance, a name, or None to leave it out
             of the account.
         precision: "auto" (default): bf16 where the device computes in it, fp16 where it has only that (train with a
-            loss scale: `TrainStep` has one), else fp32, for the calls that are planned; "fp32": bitwise the plain
-            model's numbers; "bf16" or "fp16": each operator gets the dtype that suits it, and parameters stay in
-            fp32; "search": starts from the choices of bf16 (fp16 where the device has only that) and improves them
-            by a minimum cut over time, saved bytes, casts and rounding; or rules, a dtype by operator, module or
-            node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. Outputs of the model have the
-            plain model's dtypes in all cases. Within the caller's own `torch.autocast`, "auto" and "fp32" leave
-            dtypes to it; all others replace it.
+            loss scale: `TrainStep` has one), else fp32, for the calls that are planned; "fp32": every operator has
+            the plain model's dtype; "bf16" or "fp16": each operator gets the dtype that suits it, and parameters
+            stay in fp32; "search": starts from the choices of bf16 (fp16 where the device has only that) and
+            improves them by a minimum cut over time, saved bytes, casts and rounding; or rules, a dtype by operator,
+            module or node name: `{"default": "bf16", "lm_head": "fp32", "softmax": "fp32"}`. Outputs of the model
+            have the plain model's dtypes in all cases. Within the caller's own `torch.autocast`, "auto" and "fp32"
+            leave dtypes to it; all others replace it.
         allow: the levers that a plan may use, by name or as your own `Lever` objects; by default
             `memopt.DEFAULT_LEVERS`. To add to these, give `allow=memopt.DEFAULT_LEVERS | {"fp8"}`. `memopt.LEVERS`
             describes each: what it does, how exact it is, what it costs and when it is tried. The default ones are
@@ -100,10 +100,11 @@ def optimize(
             with those of memopt's own solvers, judged by the simulator.
         elsewhere_gb: GB on the device that are no part of the step: other models, averages of the parameters, cached
             tensors. By default they are found when a plan is made, and when they have grown (on the CPU among
-            Python's tensors, on CUDA also from the allocator); a number takes their place, 0 leaves them out of the
-            budget. A plan for another device counts none by default.
+            Python's tensors, on CUDA also from the allocator). A number given here counts instead of what is found;
+            0 leaves it out of the budget. A plan for another device counts none by default.
         host_gb: the most of the host's memory, in GB, that offloaded activations and parameters may take; by default
-            twice the card's memory, or 90% of what the host has free where that is less.
+            half of it, or 90% of what is free of it where that is less; in a plan for another card twice that
+            card's memory.
         forwards: the number of forwards of the model that run before the first backward, 1 by default. More are
             noticed automatically (two views, chosen and rejected answers) and planned for from the next step on;
             where the budget is tight the first such step is refused unless the number is given.

@@ -32,7 +32,8 @@ def device_here() -> torch.device:
 
 
 def device_in_use() -> torch.device:
-    """The current device of the first kind other than the host that this process has used; else the host."""
+    """The current device of the first kind in `DEVICES`, the host left out, that this process has used; else the
+    host."""
     return next((kind.current() for kind in DEVICES.values() if kind.in_use() and not kind.is_host), HOST)
 
 
@@ -58,8 +59,8 @@ def known_hardware() -> tuple[str, ...]:
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """The hardware entry for a torch device, with the memory that the device reports; half of this machine's memory is
-    the room for offloads on the host.
+    """The hardware entry for a torch device of this machine, with the memory that the device reports; for a GPU, with
+    half of this machine's memory as the room for offloads on the host.
 
     Raises `ValueError` for a device that is not listed: `measure_hardware` works for any."""
     kind = device_of(device)

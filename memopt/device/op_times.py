@@ -46,7 +46,8 @@ def time_calls(
 
     A kernel that is shorter than its launch counts as long as the launch. Left out are calls that cannot run by
     themselves (operators of other libraries, collectives, operators that refuse made-up values), that do not fit into
-    half of the free memory, or that would begin after `limit_seconds`. Random states are restored."""
+    half of a GPU's free memory or 2 GB on the CPU, or that are expected to end after `limit_seconds` if they run twice.
+    Random states are restored."""
     return in_own_thread(_time_all, calls, device, limit_seconds, torch.get_num_threads())
 
 
