@@ -1,9 +1,10 @@
 """Finds runs of equal blocks in a graph: pieces that follow each other and differ in their own inputs only.
 
 Two neighbouring blocks are equal if their calls are the same in order, with the same constants, shapes, strides and
-dtypes, and if each value that one reads takes the same place in the other: a value of the same block, one of the block
-before, an input or an earlier value that both read, or an input of the block's own. If some middle blocks are left out,
-a trace of the rest is then that of the whole graph but for these blocks (`memopt.capture.stamp`).
+dtypes, and if what two corresponding calls read corresponds too: it is the same value of each one's own block or of the
+block before it, one input or earlier value that both blocks read, or an input that each block has for itself. If some
+middle blocks are left out, a trace of the rest is then that of the whole graph but for these blocks
+(`memopt.capture.stamp`).
 """
 
 from __future__ import annotations
@@ -228,8 +229,8 @@ def _calls_saved(stretch: tuple[int, int, int]) -> int:
 
 
 def constant_key(value: Any) -> Hashable:
-    """A key, equal for constants that tracing cannot tell apart: small tensors of equal elements. Any other constant,
-    such as the graph that a higher-order operator runs, is equal to itself only."""
+    """A key, equal for constants that tracing cannot tell apart: two small tensors with the same elements. The key of
+    any other constant, such as the graph that a higher-order operator runs, equals no other constant's."""
     if isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) or value.numel() > _MOST_ELEMENTS:
         return type(value), id(value)
     return value_kind(value), repr(value.tolist())

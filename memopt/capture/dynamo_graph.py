@@ -130,8 +130,8 @@ def _adopted(graph_module: fx.GraphModule, region: fx.GraphModule, name: str) ->
 
 def settle_numbers(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Replace inputs that are numbers by their values, where Dynamo has a guard on the value, or where operators of the
-    graph need the value; in the second case a guard is added. Dynamo makes inputs of numbers that have changed since
-    the model was recorded. To be called inside a Dynamo backend.
+    graph need the value; in the second case a guard is added. Dynamo turns a number of the code into an input once it
+    has changed since the model was recorded. To be called inside a Dynamo backend.
 
     Edits the graph. The tracer that runs later does not know the values, and would fail at a comparison with one."""
     if _inline_guarded(graph_module) and _needs_numbers(graph_module, inputs):

@@ -145,7 +145,7 @@ class JointGraph:
         passes that `decide` returns.
 
         With `reinplace`, results of the backward overwrite operands that nothing reads later, unless the graph is
-        `fused`: a fusing backend reuses memory itself. The other arguments become the fields of their names. Raises
+        `fused`: a fusing backend reuses memory itself. The other arguments become the fields of the same names. Raises
         `CaptureError` where a node lacks metadata that planning needs, and `PassError` where a pass fails."""
         module, passed = _canonical(traced), None
         last: tuple[Pass, ...] = (FreeFirst(),) if reinplace and not fused else ()

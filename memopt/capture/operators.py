@@ -112,8 +112,8 @@ class NothingToRewrite(Exception):
 
 @dataclass(frozen=True)
 class Operators:
-    """The rewriting of one region's operator graph: the graph as captured and after each pass, and the decisions that
-    led to the passes."""
+    """The rewriting of one region's operator graph, or of its joint graph (`run_joint_passes`): the graph as captured
+    and after each pass, and the decisions that led to the passes."""
 
     stages: tuple[fx.GraphModule, ...] = ()
     """The graph as captured and after each pass; empty where the region has no operator graph."""

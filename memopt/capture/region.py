@@ -98,8 +98,8 @@ class RecordedRegion:
         `inputs` are the arguments that Dynamo passes to the backend; where they are fake, `real_ids` maps the `id` of a
         fake parameter to that of the model's own. `narrowed` is the dtype that a lever casts an fp32 model to, if any:
         results that the region computes in it are returned in fp32. Raises `GraphBreak` where derivatives would be
-        lost, and `CaptureError` where a value that is spread over ranks comes in or goes out, or one is sparse, nested
-        or quantised.
+        lost, and `CaptureError` for values spread over ranks that cannot be planned (`check_shards`), and for sparse,
+        nested and quantised ones.
         """
         _check_kinds(graph_module)
         inline_nested_regions(graph_module)

@@ -3,9 +3,9 @@ may prove what the missing blocks, left out of the trace, would be.
 
 In the joint graph, the forward and the backward of each standing block are found by the operators that they were traced
 from; an operator graph has forwards only. The proof compares each block in the middle with the next one. Their nodes
-must be equal. Each value that a node reads must be the same value of other code, or one at the same place in the block,
-in its neighbours or among the block's own inputs. Each further block would then be traced alike, since it begins with
-equal values.
+must be equal. What two corresponding nodes read must be one value of other code, or two values at the same place: each
+in the node's own block, in the block before or after it, or among the block's own inputs. Each further block would then
+be traced alike, since it begins with equal values.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ class TensorParallel:
         """The styles of a model's layers. `plan` maps patterns of paths ("layers.*.attention.wq") to styles; without
         it, the model's own plan (`tp_plan` of transformers) is used.
 
-        Raises `ValueError` where there is no plan, where it names no layer, and where `cards` does not divide a
-        size."""
+        Raises `ValueError` where there is no plan, where `plan` has an unknown style or a pattern that no module
+        matches, where a named layer is neither `Linear` nor `Embedding`, and where `cards` does not divide a size."""
         own = plan if plan is not None else own_tp_plan(model)
         if not own:
             raise ValueError(
