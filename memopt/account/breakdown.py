@@ -93,8 +93,8 @@ def _fixed_rows(account: Account) -> dict[str, int]:
 
 
 def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int) -> dict[str, int]:
-    """Bytes alive while evaluation `position` runs, by kind: outputs, gradients, activations, temporaries,
-    workspace, and what eager code between regions holds."""
+    """Bytes alive while evaluation `position` runs, by row: those of storages as `kind_of` says, and the workspace of
+    that evaluation, or what code outside of the regions holds then."""
     op_now = problem.ops[schedule.evaluations[position]]
     totals: Counter[str] = Counter()
     for storage, evaluation in live_versions(problem, schedule, position):

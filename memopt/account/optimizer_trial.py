@@ -77,9 +77,10 @@ def optimizer_on_fakes(
     """A context that yields the optimizer with fake tensors on the device `home` in place of `parameters`, so that its
     steps can be tried. With "meta" as `home` they are plain tensors on "meta".
 
-    `count` counts the state that an instance has already, or what making the optimizer allocates. `foreach`: torch
-    would step all parameters at once; `idle` are parameters of an instance that have no gradient when it steps.
-    Functions of the optimizer that `torch.compile` has wrapped run uncompiled.
+    `count` counts the state that an instance has already, or what making the optimizer allocates. `foreach`: by
+    default torch steps all parameters at once on the device that is planned for, and so it does here. `idle` are
+    parameters of an instance that have no gradient when it steps. Functions of the optimizer that `torch.compile` has
+    wrapped run uncompiled.
 
     Raises `ValueError` as `trial` does."""
     mode = nullcontext() if home == "meta" else FakeTensorMode(allow_non_fake_inputs=True)

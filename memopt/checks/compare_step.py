@@ -222,8 +222,8 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
     The plain step is not held to the budget: the device needs memory for it.
 
     Raises:
-        GradientMismatchError: loss, gradients or buffers differ by more than the plan's precision explains. It names
-            the parameter nearest to the loss, and the operator that reads it.
+        GradientMismatchError: loss, gradients or buffers differ by more than the plan's precision explains. Of the
+            parameters with wrong gradients, it names the one nearest to the loss, and the operator that reads it.
         ValueError, TypeError, BudgetError: as `memopt.compare`.
     """
     comparison = compare(model, batch, reference="fp32")

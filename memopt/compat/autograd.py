@@ -310,9 +310,9 @@ def backward_starts(listener: Callable[[Sequence[Any]], None] | None) -> None:
 
 
 def gradients_asked(watcher: Watcher) -> None:
-    """From now on, call the methods of `watcher` before and after each backward of the process. The `Addition`s that
-    its `before_backward` returns complete the gradients of that backward. Ends with the life of `watcher`, or by
-    `gradients_done`."""
+    """From now on, call `watcher.before_backward` before each backward of the process, and `after_backward` after each
+    one with `create_graph=True`. The `Addition`s that the former returns complete the gradients of that backward. Ends
+    with the life of `watcher`, or by `gradients_done`."""
     _watchers.add(watcher)
     _tell()
 

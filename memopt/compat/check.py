@@ -40,7 +40,7 @@ _told: list[tuple[int, ...]] = []
 
 
 def check() -> None:
-    """Check the private names of torch that loaded modules of memopt use and that torch has imported, each once.
+    """Check the private names that loaded modules of memopt use of those modules of torch that are imported, each once.
 
     Raises `TorchNamesError` with all names that are absent and needed. Warns once of a torch that is newer than those
     that were tested, and of names that are absent but not needed, or that cannot be called as memopt calls them.

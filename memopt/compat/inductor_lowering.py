@@ -1,5 +1,6 @@
 """What inductor must know before it lowers a graph, so that one graph always gets the same code, with eager mode's
-numbers: its fallbacks, operators that it calls rather than generates code for, and the order of random kernels.
+numbers: its fallbacks (the operators that it calls instead of generating code for them), and the order of random
+kernels.
 
 Inductor registers a fallback (`make_fallback`) only when it comes to the operator's first call. A value with several
 readers is written to memory at once if one of them is known to need its inputs in memory. In the first graph of a

@@ -181,7 +181,7 @@ def reads_data(target: Any) -> bool:
 
 
 def is_checkpoint(target: Any) -> bool:
-    """Whether a node's target is `torch.utils.checkpoint.checkpoint`."""
+    """Whether a node's target is the operator that Dynamo writes for a call of `torch.utils.checkpoint.checkpoint`."""
     return target is torch.ops.higher_order.tag_activation_checkpoint
 
 

@@ -70,9 +70,9 @@ def replace_saved(
     nodes: Iterable[Any], kept: Collection[int], device: torch.device, values: Callable[[], Sequence[torch.Tensor]]
 ) -> int:
     """Free the tensors on a device that autograd nodes have saved, except those at the addresses `kept`. A backward
-    that reads a freed tensor calls `values`, and reads the result in its place: `values` returns the tensors that equal
-    nodes in the same order have saved (`all_saved`). Returns the bytes freed, without those that other code still
-    holds."""
+    that reads a freed tensor calls `values` and reads the tensor in the same place of its result: what `all_saved`
+    returns for the nodes of a second run of the same forward, in the same order. Returns the bytes freed, without those
+    that other code still holds."""
     later, freed = _Later(values), dict[int, tuple[WeakStorage, int]]()
     number = -1
     for node in nodes:
@@ -177,7 +177,8 @@ def note_packed(node: Any) -> bool:
 
 
 def hooks_of_the_user() -> bool:
-    """Whether saved-tensor hooks are set that are not torch's own, such as those of `save_on_cpu` and checkpoints."""
+    """Whether the innermost saved-tensor hooks that are set come from code other than torch's: False for those of
+    `save_on_cpu` and of checkpoints, which are torch's own."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")
 
