@@ -140,11 +140,12 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def value_from(kind: type[ValueT], value: Any) -> ValueT:
-    """`value`, which was read from JSON, as a value of the type `kind`: a dataclass whose fields are numbers, texts,
-    dataclasses, literals, and tuples or mappings of these.
+    """`value`, which was read from JSON, as a value of the type `kind`: a dataclass whose fields are numbers,
+    booleans, texts, literals, dataclasses, tuples or mappings of these, or None where their types allow it.
 
     Types are checked strictly: True is no number, and numbers must be finite. Fields for which a dataclass has a
-    default may be missing. Raises `ValueError`, with the path within `value`, at the first value of another type."""
+    default may be missing. Raises `ValueError`, with the path within `value`, at the first value of another type, and
+    for a field that is unknown or missing."""
     result: ValueT = _read(kind, value, kind.__name__)
     return result
 

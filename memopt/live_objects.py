@@ -22,7 +22,7 @@ _KINDS: tuple[type, ...] = torch.Tensor, torch.optim.Optimizer, _Mark
 
 def live_objects(*kinds: type) -> list[Any]:
     """The objects of these classes, or of classes derived from them, that Python's garbage collector tracks. For
-    tensors and optimizers, only the first call goes through all objects of the process."""
+    tensors and optimizers, calls after the first rarely go through all objects of the process."""
     known = all(issubclass(kind, _KINDS) for kind in kinds)
     return _of(kinds, _old.with_young() if known else gc.get_objects())
 

@@ -14,11 +14,12 @@ def as_microbatches(batch: Any, microbatches: int = 1) -> list[Any]:
     Args:
         batch: microbatches, given as a list or an iterator of batches; or one batch: a tuple, a dict, a tensor, or a
             list that contains a tensor, which is how a `DataLoader` collates tuples.
-        microbatches: the number of pieces to split one batch into.
+        microbatches: the number of pieces to split one batch into; 1 where microbatches are given.
 
     Raises:
         TypeError: `batch` is none of these.
-        ValueError: the batch is empty, or cannot be split into that many equal pieces.
+        ValueError: the batch is empty, or cannot be split into that many equal pieces; or microbatches are given, and
+            `microbatches` is not 1.
     """
     if not is_series(batch):
         return split(batch, microbatches)

@@ -79,7 +79,8 @@ def say(detail: str) -> None:
 
 def tell(text: str, level: int = logging.INFO) -> None:
     """Write a line to the log "memopt". A line of level INFO or above also goes to stderr, unless stderr is a terminal,
-    a `stage` is running, the program has set up logging, or the level of the logger "memopt" is above `level`."""
+    a `stage` is running, `lines_on_stderr` is active, the program has set up logging, or the level of the logger
+    "memopt" is above `level`."""
     _log.log(level, "%s", text)
     heard = _log.hasHandlers() or _log.level > level or level < logging.INFO
     if not (heard or _own.stages or _line_of or _console.is_terminal):

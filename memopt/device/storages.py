@@ -108,10 +108,10 @@ def fused_away(graph: fx.Graph, held: frozenset[fx.Node] = frozenset()) -> froze
     """The nodes of a joint graph whose values a fusing compiler never writes to memory. Nodes in `held` are not among
     them.
 
-    Such a node is elementwise, and all its readers, perhaps behind views, are elementwise operators or reductions,
-    which can compute it in their kernels. If it has several readers, or one in the other half (forward or backward),
-    its value must also be no smaller than the values that it is computed from, so that holding those instead costs no
-    memory."""
+    Such a node is elementwise, and all its readers, perhaps behind views, are elementwise operators, reductions,
+    concatenations or paddings, which can compute it in their kernels. If it has several readers, or one in the other
+    half (forward or backward), its value must also be no smaller than the values that it is computed from, so that
+    holding those instead costs no memory."""
     return _Fusion(graph, held).run()
 
 
@@ -130,7 +130,7 @@ class _Fusion:
         return frozenset(self.inlined)
 
     def may_fuse(self, node: fx.Node) -> bool:
-        """Returns whether the node is elementwise, and all its readers are elementwise or reductions."""
+        """Returns whether the node is elementwise, and all its readers can compute it in their kernels."""
         if not (is_elementwise(node) and is_pure(node) and isinstance(node.meta.get("val"), torch.Tensor)):
             return False
         if node in self.held:

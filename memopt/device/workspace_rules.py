@@ -72,9 +72,9 @@ def loss(call: OpCall) -> int:
 
 
 def index(call: OpCall) -> int:
-    """Workspace bytes of indexing. A mask takes, for each element, one int64 coordinate per dimension of the mask, and
-    at least two. An int64 index that is not contiguous is copied. An int32 index is copied as int64, in the shape to
-    which all indices are broadcast."""
+    """Workspace bytes of indexing. A mask takes, for each of its elements, one int64 coordinate per dimension, but at
+    least two coordinates. An int64 index that is not contiguous is copied. An int32 index is copied as int64, in the
+    shape to which all indices are broadcast."""
     indices = [spec for spec in call.argument(1, "indices") if spec is not None]
     masks = [spec for spec in indices if spec.dtype in MASKS]
     copied = sum(spec.numel * 8 for spec in indices if spec.dtype == torch.int64 and not spec.contiguous)
@@ -98,8 +98,8 @@ def wide_index(call: OpCall) -> int:
 
 def by_counts(call: OpCall) -> int:
     """Workspace bytes of `scatter_reduce` and `index_reduce`. A mean takes the count of values in each sum, a tensor of
-    ones that is summed to count them, and a mask of the empty sums. `index_reduce` starts from a copy with any
-    reduction."""
+    ones that is summed to count them, and a mask of the empty sums. `index_reduce` starts from a copy,
+    whatever its reduction."""
     counts = call.argument(4, "reduce") == "mean" or rule_name(call) == "index_reduce"
     return wide_index(call) + copies(call) + (all_bytes(call) + call.outputs[0].numel + SCALARS if counts else 0)
 

@@ -1,5 +1,5 @@
-"""The lever that turns on expandable segments in torch's CUDA allocator; a plan uses it where it would otherwise not
-fit or be slower."""
+"""The lever that turns on expandable segments in torch's CUDA allocator; it is used where no plan without it fits, or
+none as fast."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Parameterwise(optim.Optimizer):
 
     It shares the groups and the state of `inner`, so that schedulers of either work and training goes on from the state
     that `inner` has. `state_dict` is that of `inner`, with values in the form in which this optimizer stores them, and
-    a further key "proposal".
+    a further key "proposal", which says what kind of optimizer saved it; `load_state_dict` refuses another kind's.
 
     Subclasses define in which form parameters and state are stored between steps: `_open` converts them for `inner`,
     and `_close…` methods convert them back."""
@@ -53,8 +53,8 @@ class Parameterwise(optim.Optimizer):
         return torch.empty_like(tensor, dtype=dtype, device=parameter.device, requires_grad=False)
 
     def extra_state(self) -> dict[str, Any]:
-        """The entry "proposal" of `state_dict`: plain values and tensors by which `load_extra_state` recognises this
-        kind of optimizer."""
+        """The entry "proposal" of `state_dict`, plain values and tensors: the kind of this optimizer, by which
+        `load_extra_state` recognises it, and what a subclass saves beside the groups and the state."""
         inner = self.inner.extra_state() if isinstance(self.inner, Parameterwise) else {}
         return inner if self.keeps_form else {"title": self.title, "inner": inner}
 

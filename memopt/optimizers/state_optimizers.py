@@ -92,16 +92,17 @@ def _boundaries(signed: bool, device: torch.device) -> torch.Tensor:
 
 # Whether a moment has a sign: second moments are never negative.
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
-# The moments of smaller parameters (biases, norms) stay in float32, as in bitsandbytes and torchao: they are few bytes.
+# The moments of smaller parameters (biases, norms) are not converted, as in bitsandbytes and torchao: they are few.
 LEAST_ELEMENTS = 4096
 
 
 class LowBitOptimizer(Parameterwise):
     """Keeps the moments of Adam or AdamW as 8-bit codes with a scale for each 256 of them, and converts those of one
-    piece of a parameter at a time to float32 to step it.
+    piece of a parameter at a time back to floating point to step it.
 
-    Parameters of less than 4096 elements keep their moments in float32. In the state of the others, "exp_avg_codes" and
-    "exp_avg_scales" take the place of "exp_avg", and likewise for the other moments.
+    Parameters with fewer than 4096 elements, or with gaps in memory, keep their moments as `inner` makes them. In the
+    state of the others, "exp_avg_codes" and "exp_avg_scales" take the place of "exp_avg", and likewise for the other
+    moments.
 
     Raises:
         TypeError: where `inner` is not an optimizer.

@@ -162,8 +162,8 @@ class CallAccounts:
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
         """A context in which a call is planned: all accounts made in the block use one search of the device for other
-        tensors, made at its entry, and one trial of the optimizer's step. Planning itself leaves nothing behind on the
-        device."""
+        tensors, made at its entry, and one trial of the optimizer's step. What planning itself allocates does not
+        count."""
         before, self._card_state = self._card_state, self._card_state_now(call)
         found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
         try:

@@ -157,7 +157,7 @@ class LargestSize:
 
     def find(self) -> int:
         """The largest size. Raises `BudgetError` if the smallest does not fit, and `ValueError` if the smallest adds
-        more time than allowed, if every size fits, or if `at_most` is below `step`."""
+        more time than allowed, if every size fits and `at_most` is None, or if `at_most` is below `step`."""
         most = _ENDLESS if self.at_most is None else self.at_most // self.step
         if most < 1:
             raise ValueError(f"at_most must be at least {self.step}, the smallest size to try, not {self.at_most}")

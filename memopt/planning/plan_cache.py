@@ -142,7 +142,7 @@ def note(sketch: str | None, key: str | None) -> None:
 
 
 def drop(key: str | None) -> None:
-    """Delete the plan stored under `key`, because it turned out to belong to another step."""
+    """Delete the file of `key`, which does not hold what it should; does nothing where `key` is None."""
     if key is not None:
         with contextlib.suppress(OSError):
             _path(key).unlink(missing_ok=True)

@@ -88,8 +88,9 @@ def added_seconds_offloading(joined: Joined, request: Request) -> float | None:
 
 
 def solve(joined: Joined, request: Request) -> Solution:
-    """The schedule with the least added time; an `OffloadSolution` where recomputation alone adds more than the share
-    `NEGLIGIBLE` of the step, and values may be offloaded.
+    """The schedule with the least added time. Where values may be offloaded, it is an `OffloadSolution` if
+    recomputation alone does not fit or adds more than the share `NEGLIGIBLE` of the step, or if parameters lie on the
+    host.
 
     Raises `BudgetError` where no schedule fits, or the optimizer's own step is above the budget.
     """

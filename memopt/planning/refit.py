@@ -172,9 +172,9 @@ class Refit(Generic[Made]):
         """Record a round: its plan (`planned`), the plan with its code's peak (`compiled`), and that code (`made`).
 
         The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan. From the second round over
-        budget on, it also leaves free 1, 3, 7, … times this round's excess, since a plan for a few bytes less often has
-        the same peak once it is compiled. Once a round left too few bytes free and another enough, the next
-        `lowering_bytes` lies between these two numbers, if need be halfway.
+        budget on, it also leaves free 1, 3, 7, … times this round's excess, since the code of a slightly smaller plan
+        often has the same peak. Once a round left too few bytes free and another enough, the next `lowering_bytes` lies
+        between these two numbers, if need be halfway.
         """
         self._tried.add(planned.regions)
         uncompiled = planned.ceiling_bytes - planned.account.lowering

@@ -301,8 +301,8 @@ def note_activations(graph: OperatorGraph) -> Decision:
 
 
 def quantizing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str] = frozenset()) -> Pipeline:
-    """Returns the passes for the joint graph of a 16-bit region that save activations in 8 bits. The arguments are as
-    in `narrowing`."""
+    """Returns the passes for the joint graph of a 16-bit region that save 16-bit activations in 8 bits, and fp32 ones
+    in bf16 as `narrowing` does. The arguments are as in `narrowing`."""
     narrow = narrowing(module, forward_outputs, exact)
     return Pipeline((*narrow, QuantizeSaved(quantized(module.graph, forward_outputs, exact))))
 

@@ -103,7 +103,7 @@ class Rules:
 
     A pattern is the name of a node, of an operator (`softmax`, `aten.softmax`), or of a module with all that is in it
     (`lm_head`, `layers.0`, `layers.*.mlp`). If several match, a node's name takes precedence over an operator's name,
-    and that over the longest module pattern."""
+    and that over module patterns, of which the longest counts."""
 
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
 
@@ -144,7 +144,7 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 def check_policy(policy: Any) -> Policy:
     """Returns the policy unchanged. Raises `TypeError` or `ValueError` if it is neither a known name nor a dict whose
-    values are known dtypes."""
+    values are known dtypes (for its entry "default" also "auto" or "search")."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(map(repr, POLICIES))

@@ -60,8 +60,8 @@ def find(planner: CallPlanner, key: str | None) -> Kept | None:
 
 
 def plan(key: str | None, recorded: Recorded) -> Plan | None:
-    """The plan on disk under `key`, with the graphs of this recorded call. None where there is none, or one for
-    other graphs, which is deleted."""
+    """The plan on disk under `key`, with the graphs of this recorded call. None where there is none, or one that
+    `adopted` does not take, which is deleted."""
     kept = find(recorded.planner, key)
     found = adopted(kept, recorded) if kept else None
     if found is None:
@@ -78,8 +78,8 @@ def keep(planner: CallPlanner, key: str | None, plan: Plan, footprint: Footprint
 
 def adopted(kept: Kept, recorded: Recorded, *, lowering_bytes: int = 0) -> Plan | None:
     """The stored plan, from disk or another rank, with the graphs of this recorded call; None where it was made for
-    other graphs or is not sound for these (`is_sound`). `lowering_bytes`: what compiled code holds beyond the peak
-    of its schedule."""
+    other options or graphs, does not fit beside what is elsewhere on the device now, or is not sound (`is_sound`).
+    `lowering_bytes`: what compiled code holds beyond the peak of its schedule."""
     planner = recorded.planner
     # No figure of a plan depends on the bytes that were left free for other models.
     recorded = replace(recorded, situation=replace(recorded.situation, for_other_models=0))
@@ -206,7 +206,8 @@ def compiled_bytes(plan: Plan, emit: Callable[[Plan], Sequence[Emitted]]) -> int
 
 def compiles(planner: CallPlanner, situation: Situation) -> bool:
     """Whether a call's plan is compiled in this process and concerns that call alone: the plan is for this device,
-    parameters have values, no lever on the optimizer is allowed, and no other forwards or ranks are planned with it."""
+    parameters have values, no lever on the optimizer may still be chosen, and no other forwards or ranks are planned
+    with it."""
     if not planner.terms.fuses:
         return False
     alone = not (situation.to_come or situation.buckets or planner.optimizer_choice.allowed or planner.terms.sharding)

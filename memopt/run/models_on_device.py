@@ -117,10 +117,10 @@ class ModelsOnDevice:
         return max((other.peak_above_lasting(one.plan) - one.held_bytes for other, one in found), default=0)
 
     def goes_on(self, entry: Entry) -> bool:
-        """Whether a step of a model that exceeds its budget runs nevertheless, with a warning: if a parameter was
-        updated before (`Entry.stepped`), and forwards were seen to differ in their number of operators, or gradients of
-        any model on the device were differentiated (`create_graph=True`). In such a training, the first step does not
-        show what later ones need."""
+        """Whether a step of a model that exceeds its budget runs nevertheless, with a warning. Two things must hold: a
+        parameter was updated before (`Entry.stepped`); and either forwards were seen to differ in their number of
+        operators, or gradients of any model on the device were differentiated (`create_graph=True`), so that the first
+        step does not show what later ones need."""
         return entry.stepped and (entry.paths_vary or any(one.differentiated for one in self.entries))
 
     def _waiting(self) -> list[Waiting]:

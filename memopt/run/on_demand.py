@@ -224,8 +224,8 @@ class _Value:
 class OnDemand(torch.Tensor):
     """An output that is computed when its values are first read.
 
-    Its sizes, dtype and device can be read without computing it. Operators on it, pickles and copies give plain
-    tensors."""
+    Its sizes, dtype and device can be read without computing it. Operators on it, except `detach` and in-place
+    ones, pickles and copies give plain tensors."""
 
     _value: _Value
 

@@ -188,7 +188,7 @@ class PendingForward(WaitingPlanned):
     def before_backward(self, leaves: Sequence[torch.Tensor], gradients: Sequence[object] = ()) -> None:
         """Called when the backward of a region begins. `leaves` are the tensors to whose `.grad` it adds, `gradients`
         the gradients of the region's outputs. Raises `BudgetError` where the backward would exceed the budget, given
-        the memory in use now."""
+        the memory in use now; once the model has stepped, warns of it instead."""
         for value in self._lent:
             value.release()
         if not self.judged or self._beside_plan == current_backward():
