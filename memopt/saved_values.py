@@ -25,7 +25,7 @@ _written: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 
 def parts_of(tensor: torch.Tensor | None) -> list[torch.Tensor]:
     """The tensors that hold a tensor's values and may be written to in place: the tensor itself, or those inside of a
-    sparse or nested one. None at all for None, on "meta", and in oneDNN's layout."""
+    sparse or nested one. An empty list for None, and for tensors on "meta" or in oneDNN's layout."""
     if tensor is None or is_wrapper(tensor):
         return [] if tensor is None else [tensor]
     with torch.no_grad():

@@ -133,8 +133,8 @@ def refill(contents: Contents) -> None:
 
 @contextmanager
 def containers_restored(call: Any) -> Iterator[None]:
-    """A context after which the dictionaries and lists among a call's arguments have the contents that they had before
-    it, and random generators among them their states."""
+    """A context that on exit restores what `contents_of` finds in a call's arguments: the contents of containers and of
+    objects' attribute dicts, and the states of random generators."""
     contents = contents_of(call)
     try:
         yield
@@ -293,16 +293,16 @@ _CONTAINERS = {dict, OrderedDict, list, set, deque}
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """A context after which parameters, buffers, random generators and the attributes of all modules are as before,
-    also the values of tensors among these attributes."""
+    """A context that on exit restores parameters, buffers, random generators and the attributes of all modules, also
+    the values of tensors among these attributes."""
     with parameters_restored(model), undone_but_parameters(model):
         yield
 
 
 @contextmanager
 def undone_but_parameters(model: nn.Module) -> Iterator[None]:
-    """A context after which buffers, random generators, and the attributes of all modules with the values of tensors
-    among them, are as before. For blocks that do not change parameters, which are not restored."""
+    """A context that on exit restores buffers, random generators and the attributes of all modules, also the values of
+    tensors among these attributes. Parameters are not restored, so the body must not change them."""
     state = ForwardState.whole(model)
     try:
         yield

@@ -43,7 +43,8 @@ CHECKPOINTS_MARGIN = 1.25
 
 @dataclass(frozen=True)
 class CountedStep:
-    """A step that fits the budget without a plan, with the bytes that it was counted to hold."""
+    """A step that runs without a plan, with its counted bytes: it fits the budget, or exceeds it and runs plain
+    nevertheless (`PlainCounter.goes_on`)."""
 
     step: PlainStep
     room_bytes: int

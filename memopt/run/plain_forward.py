@@ -75,8 +75,8 @@ class PlainForward(WaitingPlain):
 
     def end(self) -> None:
         """Called when a backward through any of the forward's outputs begins: the forward waits no longer, unless that
-        backward keeps its graph. Raises `BudgetError`, before the model's first step, where the kept graph exceeds the
-        budget, or where, at a further backward, tensors that have appeared since the forward do."""
+        backward keeps its graph. Before the model's first step, raises `BudgetError` where the budget has no room for
+        the kept graph; or, if other backwards through it came before, for what has appeared since the forward."""
         UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
         self._backwards.add(current_backward())
         if len(self._backwards) > max(1, self.entry.seen_until_backward):

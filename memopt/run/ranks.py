@@ -32,8 +32,8 @@ class Ranks:
     """The ranks that train one model, by number. They communicate in a process group of their own, through the host's
     memory.
 
-    Every rank makes this object and calls its methods at the same points: at forwards that all ranks run together under
-    DDP or FSDP2, since these gather parameters or their backward exchanges gradients."""
+    Every rank makes this object and calls its methods at the same points: at forwards that all ranks have to run
+    together, because these or their backward exchange parameters, activations or gradients."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = list(numbers)

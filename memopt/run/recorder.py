@@ -245,8 +245,8 @@ class Recorder:
         return found
 
     def needs_fakes(self, call: Call) -> bool:
-        """Whether a call has to be captured on fake tensors: the model or the call has no values, or the model will be
-        cast to another dtype."""
+        """Whether a call has to be captured on fake tensors: if the model has no values or will be cast to another
+        dtype; and if the call has no values, unless the model is to be trained and no dtype depends on values."""
         if self.planner.optimizer_choice.narrowed is not None or not all(map(is_real, self.model.parameters())):
             return True
         runs_later = self.options.to_train and not self.planner.screens

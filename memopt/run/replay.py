@@ -30,9 +30,9 @@ class Replay:
     plan does not compute. Hardly any work is done before one is needed.
 
     `weak` has the inputs of the region without keeping the caller's tensors alive. `prevented` says in words why a
-    second forward cannot give the gradients, and is empty if it can. `only_read` has the numbers of inputs that the
-    region reads without autograd, so that they get no gradient. `noted` is called after gradients of outputs that the
-    plan does not differentiate were computed; `forward` is notified of each second forward.
+    second forward cannot give the gradients, and is empty if it can. `only_read` has the positions of inputs that
+    the region reads without autograd, so that they get no gradient. `noted` is called after gradients of outputs that
+    the plan does not differentiate were computed; `forward` is notified of each second forward.
     """
 
     def __init__(

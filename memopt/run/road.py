@@ -178,7 +178,7 @@ class Road:
         self, plan: Plan, captured: CapturedCall, call: Call, situation: Situation, known: Sequence[int | None]
     ) -> Plan | None:
         """The plan of a call in several regions, made from the earlier `plan` without a search. `known` has for each
-        run of the call the number of the same run in `plan`, whose schedule it keeps, or None for a new run, which
+        run of the call the index of the same run in `plan`, whose schedule it keeps, or None for a new run, which
         recomputes nothing. Returns None where a search is needed, for instance because such a plan exceeds the
         budget. Raises `CaptureError` where the graphs cannot be rewritten or priced."""
         of_plan = plan.captured

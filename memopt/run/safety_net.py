@@ -47,7 +47,7 @@ _ROWS = 6
 class SafetyNet:
     """Undoes training calls of one model in which an allocation failed, and plans later calls with a smaller budget.
 
-    `plan_tighter` drops the plans, and makes new ones leave the given number of bytes of the budget free."""
+    `plan_tighter`, called with a number of bytes, drops the plans; later plans leave that much of the budget free."""
 
     def __init__(self, model: nn.Module, entry: Entry, plan_tighter: Callable[[int], None]) -> None:
         self.model, self.entry, self.plan_tighter = model, entry, plan_tighter

@@ -1,5 +1,6 @@
 """A second run of a forward that waits for its backward: the saved tensors of the first run are freed until the
-backward reads them, to make room for other forwards. Of its inputs, the caller's tensors are not kept alive."""
+backward reads them, to make room for other forwards. The caller's tensors among its inputs are kept alive only once
+something was freed."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class WeakInputs:
     def present(self, saved: Callable[[], Iterable[torch.Tensor]] = tuple) -> list[Any]:
         """The inputs in order. A tensor that the caller has freed is replaced by one of those that the forward's
         autograd nodes have saved, which `saved` returns: if address, shape, strides and dtype are equal, it is the same
-        tensor, since the caller held it until all of them were saved. None if there is no such tensor."""
+        tensor, since the caller held it until all of them were saved. Without such a tensor, None takes its place."""
         found = [one() if isinstance(one, TensorWeakRef) else one for one in self.references]
         if self.are_gone(found):
             same = {_place(one): one.detach() for one in saved()}
@@ -78,7 +79,7 @@ class WeakInputs:
 
     def have_changed(self, present: Sequence[Any], but: Collection[int]) -> bool:
         """Whether any tensor in `present`, the result of `present()`, has been written to since the region ran, except
-        the inputs with the numbers `but`."""
+        the inputs at the positions `but`."""
         return any(number not in but and _version(one) != self.versions[number] for number, one in enumerate(present))
 
 
@@ -117,8 +118,8 @@ class SecondRun:
         before: CallState | None,
     ) -> SecondRun | None:
         """The second run of a region whose first run begins now with `inputs`; `weak` refers to the same inputs weakly.
-        `run` is the region's emitted code, `written` has the numbers of the inputs to which it writes, and `before` is
-        the state before the call. None where `before` is None or lacks a copy of an input that is written to."""
+        `run` is the region's emitted code, `written` has the positions of the inputs to which it writes, and `before`
+        is the state before the call. None where `before` is None or lacks a copy of an input that is written to."""
         if before is None:
             return None
         copied = before.values.copies()

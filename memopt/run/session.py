@@ -595,8 +595,9 @@ class Session:
     @contextmanager
     def from_captures(self, earlier: Session | None) -> Iterator[None]:
         """A context in which calls are planned from the graphs of `earlier`, a session of the same model; `earlier`
-        gets the graphs back if the block fails. Does nothing if `earlier` is None, or if the options of the two
-        sessions differ in more than budget, `elsewhere_gb` and `forwards`."""
+        gets the graphs back if the block fails. Does nothing if `earlier` is None; if the options of the two sessions
+        differ in more than budget, `elsewhere_gb` and `forwards`, or allow levers on the optimizer; or if other ranks
+        train the model too."""
         if earlier is None or not self._differs_in_room(earlier):
             yield
             return

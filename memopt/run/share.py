@@ -143,9 +143,9 @@ class Share:
             yield
 
     def latest_elsewhere(self, call: Call) -> int:
-        """The bytes that tensors of other code held on the device at the latest search before a call with as many
-        waiting forwards, less what was freed after that search; or what the user gave as `elsewhere_gb`. The device is
-        not searched."""
+        """The bytes that tensors of other code held on the device at the latest search before a call with the same
+        number of waiting forwards, less what was freed after that search; or what the user gave as `elsewhere_gb`. The
+        device is not searched."""
         return self.ledger.latest_elsewhere(self._counted(call))
 
     @property

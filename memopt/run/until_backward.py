@@ -90,14 +90,15 @@ class UntilBackward:
 
     def end(self) -> None:
         """Mark in the meter's events that the caller's own code ends here, unless that is marked already. Called when
-        the backward reaches an operator that made an output of the model, within its last region or after it."""
+        the backward reaches an operator that made one of the model's outputs."""
         if self is UntilBackward._running and not self._marked and self.read in PeakMeter.listeners:
             self._marked = True
             _mark(self._end_mark)
 
     @classmethod
     def drop(cls) -> None:
-        """Stop observing, since another forward begins before any backward has."""
+        """Stop observing the latest forward, as another one begins. If its backward has not begun, nothing is recorded
+        for it."""
         backward_starts(None)
         if cls._running is not None and not cls._running.ended:
             cls._running.entry = lambda: None

@@ -57,7 +57,7 @@ def edges(memory: StepMemory) -> list[float]:
 
 
 def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
-    """For each of `count` columns of equal width from 0 to `end` seconds, the number of the moment with the most bytes
+    """For each of `count` columns of equal width from 0 to `end` seconds, the index of the moment with the most bytes
     in it; None for columns after the step."""
     at: list[int | None] = [None] * count
     begins = edges(memory)
@@ -73,7 +73,7 @@ def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
 
 def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[int]]:
     """For each coloured band of the memory chart, which shows one or more rows of the account, its bytes at the given
-    moments (numbers of the step's evaluations); 0 at None, which stands for a column after the step (`columns`). Bands
+    moments (indices of the step's evaluations); 0 at None, which stands for a column after the step (`columns`). Bands
     that are empty at all moments are left out."""
     by_moment: list[Counter[str]] = []
     for rows in memory.held():

@@ -105,7 +105,7 @@ def module_of(row: Row) -> str:
 
 def title_of(blocks: Sequence[str], found: Sequence[DiffEntry]) -> str:
     """The title of a section of blocks, such as `transformer.h.0 to h.11 (12 blocks; h.2 to h.11 as h.1)`. `found` are
-    the section's entries. The title groups blocks to which the same entries apply, as many times."""
+    the section's entries. Blocks to which the same entries apply equally often are grouped in it."""
     groups: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)
     for block in blocks:
         has = ((number, entry.by_block[block].times) for number, entry in enumerate(found) if block in entry.by_block)

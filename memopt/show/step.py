@@ -86,7 +86,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of an offloaded value to the host (`out=True`) or back: the number in `Step.ops` of the operator that
+    """One copy of an offloaded value to the host (`out=True`) or back: the index in `Step.ops` of the operator that
     made the value, its bytes, and start and end in seconds from the beginning of the step."""
 
     op: int

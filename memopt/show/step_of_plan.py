@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def step_memory(
     problem: RematProblem, schedule: Schedule, account: Account, numbers: Sequence[int], link: Link | None
 ) -> StepMemory:
-    """The memory of a step that runs by `schedule`. `numbers` gives the number in `Step.ops` of each op of the problem;
+    """The memory of a step that runs by `schedule`. `numbers` gives the index in `Step.ops` of each op of the problem;
     `link` is the link to the host, None for a schedule without offloads. Resident bytes come from `account`; those of
     the problem are ignored."""
     times = time_line(problem, schedule, link or ANY_LINK)

@@ -126,7 +126,8 @@ class _GapOffloads(NamedTuple):
 
 
 class Placer:
-    """Places offloads into one order of evaluations, under any number of caps and links."""
+    """Places offloads into one order of evaluations. `place` may be called any number of times, with other limits of
+    memory and other speeds of copies."""
 
     def __init__(self, arrays: Arrays, evaluations: Ints) -> None:
         self._arrays = arrays

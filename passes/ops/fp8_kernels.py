@@ -1,8 +1,9 @@
-"""8-bit matrix products on the units of a CUDA card: by torch, or by torchao where `MEMOPT_FP8=torchao` asks for it.
+"""Products on the 8-bit matrix units of a CUDA card: by torch, or by torchao where `MEMOPT_FP8=torchao` asks for it.
 
 Each kernel takes two `Operand`s, [m, k] and [k, n], in a layout of its own. It is used on a card once it has computed a
-test product there that equals one of wider copies. There is no other way to find out which versions of CUDA, cuBLAS and
-Triton have which kernel on which card, and in which layout of scales; a wrong layout silently gives wrong gradients.
+test product there that agrees with the product of the dequantised operands. There is no other way to find out which
+versions of CUDA, cuBLAS and Triton have which kernel on which card, and in which layout of scales; a wrong layout
+silently gives wrong gradients.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def whole(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def tiles_of_128(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """Returns `a @ b` in `dtype` for operands with tiles of 128, by torch, on compute capability 9.0 with CUDA 12.9.
+    """Returns `a @ b` in `dtype` for operands with tiles of 128, by torch, on compute capability 9.0 from CUDA 12.9 on.
 
     The scales of 1 by 128 tiles are passed in column-major order. Those of 128 by 128 tiles are contiguous along the
     summed dimension, which is padded to a multiple of four."""

@@ -38,8 +38,7 @@ class Reader:
 
     @property
     def inner(self) -> list[Node]:
-        """The nodes that all uses of this reader have read, in the graph's order, without constants and `given`
-        nodes."""
+        """All nodes that this reader has read so far, in the graph's order, without constants and `given` nodes."""
         return sorted(node for node, value in self.read.items() if not is_constant(value))
 
     def __call__(self, value: Any) -> Polynomial:
@@ -217,7 +216,7 @@ def power_of(node: Node) -> float | None:
 
 
 def same_value(node: Any) -> Any:
-    """Returns the node that a chain of aliases and of casts to the same dtype, which ends in `node`, begins with."""
+    """Returns the node whose value `node` passes on by aliases and casts to the same dtype; else `node` itself."""
     while isinstance(node, Node) and is_idle(node):
         node = node.args[0]
     return node

@@ -1,7 +1,7 @@
 """Rolls up loops over the rows of logits, in which authors compute a loss sample by sample, or some rows at a time.
 
-In a graph such a loop is unrolled: each turn has calls of its own, and `stack` or `cat` joins their results at the end.
-What it joins is computed for all rows at once instead, by the same operators.
+In a graph such a loop is unrolled: each iteration has its own calls, and `stack` or `cat` joins their results. What it
+joins is computed for all rows at once instead, by the same operators.
 """
 
 import operator

@@ -2,7 +2,7 @@
 
 It matters where the mask is a large negative number rather than -inf: softmax gives all values of such a row the same
 weight, and fused kernels do too, but their backward recomputes the weights from the row's logarithm of sums, in which
-the number of keys is lost to rounding: the gradients of that row are too large by that number (torch 2.13, CPU).
+the number of keys is lost to rounding: the gradients of that row are too large by that factor (torch 2.13, CPU).
 """
 
 from collections.abc import Mapping
