@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -31,11 +31,24 @@ from passes.graphs.edit import on_stored_values, refresh
 from passes.graphs.node_facts import graph_results, is_tangent, tensors
 
 
-def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule | None, int, InputUse]:
-    """A region's joint graph, the number of its leading results that are the forward's, and what the region does with
-    its inputs; None and 0 for a region without gradients.
+_Trace = TypeVar("_Trace", "AotTrace", "InductorTrace")
 
-    To be called in the region's tracing context. Raises `CaptureError` where inductor fails.
+
+@dataclass(frozen=True)
+class InductorTrace:
+    """What inductor makes of a region before it partitions it."""
+
+    module: fx.GraphModule | None
+    """The joint graph after inductor's decompositions and passes; None for a region without gradients."""
+    forward_outputs: int
+    """The number of outputs of the forward, which come first among the outputs of the joint graph."""
+    inputs: InputUse
+
+
+def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> InductorTrace:
+    """Trace a region with inductor, up to its partition. To be called in the region's tracing context.
+
+    Raises `CaptureError` where inductor fails.
     """
     found: list[tuple[fx.GraphModule, int]] = []
     used: list[InputUse] = []
@@ -54,7 +67,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx
             compile_by_inductor(*given, lambda: "no plan")
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
-    return (*found[0], used[0]) if found else (None, 0, InputUse())
+    return InductorTrace(*found[0], used[0]) if found else InductorTrace(None, 0, InputUse())
 
 
 def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
@@ -165,13 +178,14 @@ def differentiate(
     """
     region = traced.region
     with traced.active():
+        found: AotTrace | InductorTrace
         if traced.backend == INDUCTOR:
-            joint, forward_outputs, inputs = trace_by_inductor(traced.module, region.inputs)
+            found = _blocks_once(trace_by_inductor, traced.module, region)
         else:
-            aot = _traced(traced.module, region)
-            joint, forward_outputs, inputs = aot.module, aot.forward_outputs, aot.inputs
+            found = aot = _blocks_once(trace_region, traced.module, region)
             traced = replace(traced, aot=aot)
-        traced = replace(traced, inputs=inputs)
+        joint, forward_outputs = found.module, found.forward_outputs
+        traced = replace(traced, inputs=found.inputs)
         if joint is None:
             return JointGraph(traced.module, 0, operators=operators, trace=traced, differentiated=False)
         places = traced.aot.places if traced.aot is not None and region.wrapped else ()
@@ -196,12 +210,14 @@ def differentiate(
         return replace(found_joint, trace=traced, places=places, gradient_places=gradient_places)
 
 
-def _traced(module: fx.GraphModule, region: RecordedRegion) -> AotTrace:
-    """AOTAutograd's trace of a region's module, with each kind of block traced once."""
+def _blocks_once(
+    trace: Callable[[fx.GraphModule, Sequence[Any]], _Trace], module: fx.GraphModule, region: RecordedRegion
+) -> _Trace:
+    """What `trace` returns for a region's module and inputs, with each kind of block traced once."""
     inputs = region.inputs
     if region.wrapped or not region.differentiable:
-        return trace_region(module, inputs)
-    return trace_blocks_once(partial(trace_region, inputs=inputs), module, inputs, region.written)
+        return trace(module, inputs)
+    return trace_blocks_once(lambda reduced: trace(reduced, inputs), module, inputs, region.written)
 
 
 def _released(region: RecordedRegion, joint: fx.GraphModule, backend: str) -> frozenset[int]:
