@@ -124,8 +124,8 @@ def optimize(
     checked = check_options(budget_gb, **options)
     if example_inputs is None and (named := sorted(checked.optimizer_levers)):
         raise ValueError(
-            f"{named[0]!r} in allow changes the optimizer, so the plan has to be made before the optimizer is made: "
-            f"give example_inputs, or leave {named[0]!r} out of allow"
+            f"{named[0]!r} in allow changes the optimizer, so the plan has to be made now, for memopt.wrap_optimizer, "
+            f"and not at the first training call: give example_inputs, or leave {named[0]!r} out of allow"
         )
     earlier = session_of(model)
     with moved_to_inputs(model, checked, example_inputs):

@@ -37,7 +37,7 @@ a loss of the operator's derivatives, where it has second ones."""
 MOST_SAMPLES = 40
 """How many of an operator's samples are looked at to choose from."""
 
-NAMED = "is not computed bit by bit"
+NAMED = "does not give the same bits"
 """In the notes of a plan whose operators round in another way than eager mode's."""
 
 

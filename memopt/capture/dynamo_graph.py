@@ -203,13 +203,13 @@ DEPARTURES: Mapping[str, str] = {
     "lstm": "it runs as the operators of its cells, while oneDNN's single operator sums in another order",
     "gru": _OUT_OF_PLACE,
     "gru_cell": _OUT_OF_PLACE,
-    "prod": "eager mode chooses the formula of its gradient by whether a factor is zero",
+    "prod": "eager mode has a shorter formula for its gradient where no factor is zero, and a trace never takes it",
     "masked_fill": "the gradient of its argument value, if that is a tensor, is summed in another order",
     "bernoulli_": "for a tensor that is not contiguous it draws random numbers in another order",
 }
 """For each operator of torch, by name, why its traced form departs from eager mode."""
 
-BITS_DEPART = "is not computed bit by bit as in eager mode"
+BITS_DEPART = "does not give the same bits as in eager mode"
 
 BUFFERS_WRITTEN_ONCE = (
     "buffers that are written inside of torch.utils.checkpoint are written once a step; in eager mode the block runs "

@@ -64,7 +64,7 @@ def check() -> None:
         what = f": {'; '.join(different)}" if different else ""
         warnings.warn(
             f"torch {torch.__version__} {how} those that memopt was tested with{what}; memopt.compare(model, batch) "
-            f"shows whether a model's numbers are right; else {_MEND}",
+            f"shows whether a model's numbers are right; if they are not, {_MEND}",
             stacklevel=2,
         )
 

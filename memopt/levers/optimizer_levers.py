@@ -97,11 +97,11 @@ class PricedLevers:
         if self.each or not self.levers:
             return "; ".join(map(str, self.each))
         (change,) = changes_of(self.levers)
-        cost = f"{duration(abs(self.added_seconds)) if self.added_seconds else 'no time'}"
         sign = "-" if self.added_seconds < 0 else "+"
+        cost = f"{sign}{duration(abs(self.added_seconds))} a step" if self.added_seconds else "no added time"
         host = f", {size(self.host_bytes)} on the host" if self.host_bytes else ""
         word = "saves" if self.saved_bytes >= 0 else "costs"
-        step = f"{self.names[0]}: {word} {size(abs(self.saved_bytes))}, {sign}{cost} a step{host}"
+        step = f"{self.names[0]}: {word} {size(abs(self.saved_bytes))}, {cost}{host}"
         return f"{step}; {change.changes}; {change.exactness}"
 
     @property

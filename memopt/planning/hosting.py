@@ -38,7 +38,7 @@ def stacked(step: PricedStep) -> tuple[str, ...]:
     count = sum(number in step.settings.hosted and _is_stack(node) for number, node in inputs)
     return (
         f"{count} of the parameters on the host are stacks of matrices, as of experts: each is copied to the device as "
-        "a whole, also if a batch reaches few of the experts",
+        "a whole, even if a batch reaches few of the experts",
     ) * (count > 0)
 
 

@@ -132,7 +132,10 @@ def check_points(points: int) -> int:
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a number of budgets, such as 40, not {points!r}")
     if points < 2:
-        raise ValueError(f"points must be at least 2, the smallest budget and the plain peak, not {points!r}")
+        raise ValueError(
+            "points must be at least 2 (one for the smallest budget, one for the peak with nothing recomputed), not "
+            f"{points!r}"
+        )
     return points
 
 

@@ -64,7 +64,7 @@ class Request:
             return BudgetError(self.budget_bytes, least, dominated_by)
         works = _next_that_works(joined, self.account, self.budget_bytes)
         return BudgetError(
-            self.budget_bytes, works, f"the gaps between the allocator's blocks: {dominated_by}", least=False
+            self.budget_bytes, works, f"the gaps between the allocator's blocks, beside {dominated_by}", least=False
         )
 
 

@@ -128,11 +128,11 @@ class CheckpointedCalls:
             return refused
         least = self._least(now, refused.smallest_bytes) or refused.smallest_bytes
         further = [
-            "its forward breaks into regions, and no plan can free what eager code between them holds; the reason for "
+            "the forward breaks into regions, and no plan can free what eager code between them holds; the reason for "
             f"the break: {broken}"
         ]
         if least < refused.smallest_bytes:
-            further.append("with that budget its modules run as activation checkpoints")
+            further.append("with the budget that works, modules of the model run as activation checkpoints")
         return refused.adding(*further, smallest_bytes=least)
 
     def _least(self, now: CallInProgress, most_bytes: int) -> int | None:

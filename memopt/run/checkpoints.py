@@ -156,9 +156,9 @@ class _Body:
             outputs = self.own(*args, **self.kwargs)
         if self._sums is not None and not sums_agree(self._sums, sums_of(outputs)):
             raise RecomputedOtherwiseError(
-                f"{type(self.spot.module).__name__} cannot run as an activation checkpoint: run again with the same "
-                "random numbers and buffers, it returns other values; let its forward depend on its inputs and buffers "
-                "only"
+                f"{type(self.spot.module).__name__} cannot run as an activation checkpoint: its second run, with the "
+                "same random numbers and buffers, returned other values than its first; let its forward depend on its "
+                "inputs and buffers only"
             )
         return outputs
 

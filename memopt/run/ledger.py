@@ -238,7 +238,7 @@ class Moment:
         if smallest <= refused.smallest_bytes:
             return refused
         more = size(smallest - refused.smallest_bytes)
-        words = f"{more} of the named budget are for the largest batches seen, with a margin where batches grow"
+        words = f"{more} of the budget that works are for the largest batches seen, with a margin where batches grow"
         return refused.adding(words, smallest_bytes=smallest)
 
     @property

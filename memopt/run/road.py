@@ -331,7 +331,7 @@ class Road:
             roomy = min(max(map(least, {0, guessed})), roomy)
         spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2 + of_inputs
         words = (
-            "of the named budget are for gradients held when a forward begins, a loss outside of the model, and "
+            "of the budget that works are for gradients held when a forward begins, a loss outside of the model, and "
             "tensors that may appear meanwhile"
         )
         return refusal.adding(f"{size(spare)} {words}", smallest_bytes=refusal.smallest_bytes + spare)

@@ -231,6 +231,6 @@ class PlainSecondRun:
             raise RuntimeError(
                 f"{type(self.model).__name__} computes something else when its forward runs a second time from the "
                 "same state, which it does since the budget has no room for what several forwards save; give a larger "
-                "budget, or remove what its code depends on outside of the model"
+                "budget, or let its forward depend on its inputs, parameters and buffers only"
             )
         return all_saved(nodes)

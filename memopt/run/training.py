@@ -176,7 +176,10 @@ class TrainingCalls:
         if most is refused:
             return refused
         more = size(most.smallest_bytes - refused.smallest_bytes)
-        words = f"{more} of the named budget are for earlier calls with other arguments"
+        words = (
+            f"this call alone needs {more} less than the budget that works, which also fits earlier calls with other "
+            "arguments"
+        )
         return refused.adding(words, smallest_bytes=most.smallest_bytes)
 
     def largest(self, call: Call) -> Call:

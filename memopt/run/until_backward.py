@@ -178,8 +178,8 @@ def _check(entry: Entry, saved_bytes: int) -> None:
 
 
 _BESIDE = (
-    "a loss outside of the model, or methods of the model that are called beside it: no plan lowers what these save; "
-    "call the model itself for what its plan is to hold"
+    "such code is a loss outside of the model, or methods of the model that are called beside it, and no plan lowers "
+    "what it saves; to have it planned, compute it within the model's forward, or give optimize the loss_fn"
 )
 
 

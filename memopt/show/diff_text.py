@@ -104,8 +104,8 @@ def module_of(row: Row) -> str:
 
 
 def title_of(blocks: Sequence[str], found: Sequence[DiffEntry]) -> str:
-    """The title of a section of blocks, such as `transformer.h.0 to h.11 (12 blocks; h.2 to h.11 as h.1)`. `found` are
-    the section's entries. Blocks to which the same entries apply equally often are grouped in it."""
+    """The title of a section of blocks, such as `transformer.h.0 to h.11 (12 blocks; h.2 to h.11 like h.1)`. `found`
+    are the section's entries. The title groups blocks to which the same entries apply, as many times."""
     groups: dict[frozenset[tuple[int, int]], list[str]] = defaultdict(list)
     for block in blocks:
         has = ((number, entry.by_block[block].times) for number, entry in enumerate(found) if block in entry.by_block)
@@ -113,7 +113,7 @@ def title_of(blocks: Sequence[str], found: Sequence[DiffEntry]) -> str:
     if len(blocks) == 1:
         return blocks[0]
     named = f"{blocks[0]} {'and' if len(blocks) == 2 else 'to'} {_short(blocks[-1])}"
-    same = [f"{_spans(some[1:], blocks)} as {_short(some[0])}" for some in groups.values() if len(some) > 1]
+    same = [f"{_spans(some[1:], blocks)} like {_short(some[0])}" for some in groups.values() if len(some) > 1]
     several = "; no two are alike" if not same else ""
     return f"{named} ({len(blocks)} blocks{several}{''.join(f'; {told}' for told in same[:3])})"
 

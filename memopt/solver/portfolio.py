@@ -258,7 +258,7 @@ class Portfolio:
         """The plan as a solution, simulated; the simulator must confirm that it fits."""
         schedule = to_schedule(plan.evaluations)
         simulation = simulate(self._problem, schedule)
-        assert simulation.peak_bytes == plan.peak_bytes <= budget_bytes, "by simulation the peak is another or too high"
+        assert simulation.peak_bytes == plan.peak_bytes <= budget_bytes, "the simulated peak differs or is too high"
         return Solution(schedule, simulation.peak_bytes, simulation.added_seconds, bound, plan.method)
 
 

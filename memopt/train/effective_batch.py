@@ -260,8 +260,8 @@ class Splitting:
             self._pieces[_signature_of(batch)] = number
             warnings.warn(
                 f"a batch of {samples} samples does not fit {refused.budget_gb:.6g} GB and is trained in "
-                f"{number} microbatches, weighted by their tokens; a loss that compares samples with each other would "
-                "differ: give TrainStep microbatches=1 to get a BudgetError instead",
+                f"{number} microbatches, each weighted by the number of terms in its loss; a loss that compares "
+                "samples with each other would differ: give TrainStep microbatches=1 to get a BudgetError instead",
                 stacklevel=4,
             )
             return number

@@ -95,7 +95,7 @@ def why_not(
         return "no kernel multiplies e5m2 values by e5m2 values"
     if (a_tile, b_tile) not in _KERNELS:
         one, other = (tile or "the whole matrix" for tile in (a_tile, b_tile))
-        return f"no kernel multiplies values scaled in tiles of {one} by {other}"
+        return f"no kernel multiplies values scaled in tiles of {one} by values in tiles of {other}"
     multiple = max(alignment(a_tile), alignment(b_tile))
     for size, what in ((rows, "rows"), (inner, "columns of its input"), (columns, "columns of its result")):
         if not isinstance(size, int):

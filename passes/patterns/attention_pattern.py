@@ -46,10 +46,10 @@ ScoreStep: TypeAlias = Scale | Add | Fill
 
 def only_reader(node: Node) -> Node:
     readers = list(node.users)
-    returned = any(reader.op == "output" for reader in readers)
-    if len(readers) != 1 or returned:
-        others = "returned" if returned else f"read by {', '.join(reader.name for reader in readers)}"
-        raise NoMatch(f"{node.name} is {others} as well")
+    if any(reader.op == "output" for reader in readers):
+        raise NoMatch(f"{node.name} is returned as well")
+    if len(readers) != 1:
+        raise NoMatch(f"{node.name} is read by {', '.join(reader.name for reader in readers)}, not by one call alone")
     return readers[0]
 
 

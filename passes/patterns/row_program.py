@@ -318,7 +318,10 @@ def _check_place(program: RowProgram) -> None:
     place = place_of(program)
     for node in late_operands(program):
         if not is_pure(node) or mutated_arguments(node) or node in program.region.results:
-            raise NoMatch(f"{node.name} cannot be computed before {place.name}, where it is read")
+            raise NoMatch(
+                f"the chunked loss would run at {place.name} and needs {node.name}, which comes later and cannot be "
+                "moved before it"
+            )
         check_unwritten(node.all_input_nodes, place, node)
     for node, reader in _reads(program):
         layer = reader in program.region.layers

@@ -75,7 +75,7 @@ class Recurrent(nn.Module):
 
 def test_a_plan_names_the_operator() -> None:
     plan = memopt.plan(Recurrent().train(), 1, (torch.ones(2, 3, 8),), optimizer=torch.optim.SGD, precision="fp32")
-    assert any(note.startswith("lstm is not computed bit by bit") for note in plan.notes)
+    assert any(note.startswith("lstm does not give the same bits as in eager mode") for note in plan.notes)
 
 
 class Checkpointed(nn.Module):

@@ -30,7 +30,7 @@ SHARES = {"half": 1 / 2, "third": 1 / 3}
 ROUNDING = 1e-5, 1e-3
 """The largest differences that rounding explains after all steps: of a loss, as a share of the largest, and of the
 weights, as a share of the way that they went (optimizers that divide by small gradients widen it)."""
-ROUNDED = "bit by bit"
+ROUNDED = "the same bits as in eager mode"
 """In the notes of a plan whose operators round in another way than eager mode's."""
 TRIES = 3
 """A budget that a first refusal names must work at the second try; a third one says how far off it was."""

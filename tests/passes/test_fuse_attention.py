@@ -208,7 +208,7 @@ def written_to(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, padded: Tensor) ->
 
 
 LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
-    "read too": (read_too, "softmax is read by matmul_1, amax as well"),
+    "read too": (read_too, "softmax is read by matmul_1, amax, not by one call alone"),
     "written to": (written_to, "zero_ writes to an input of the attention before its last call"),
     "softmax of the queries": (
         lambda q, k, v, seen, padded: (scores(q, k).softmax(-2) @ v).sum(),
@@ -238,7 +238,7 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "scores too": (
         lambda q, k, v, seen, padded: weigh(one := scores(q, k), v) + one.mean(),
-        "div is read by softmax, mean as well",
+        "div is read by softmax, mean, not by one call alone",
     ),
 }
 

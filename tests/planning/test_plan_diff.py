@@ -209,7 +209,7 @@ def test_calls_that_a_pass_replaced() -> None:
     assert Counter(change.operator for change in changes) == {"mul": 4, "sigmoid": 2}
     assert {change.detail for change in changes} == {"mul, tanh, add", ""}
     assert {change.reason for change in changes} == {"by TanhAsSigmoid"}
-    assert "transformer.h.0 and h.1 (2 blocks; h.1 as h.0)" in str(plan.diff())
+    assert "transformer.h.0 and h.1 (2 blocks; h.1 like h.0)" in str(plan.diff())
 
 
 def test_a_chunked_loss() -> None:

@@ -34,7 +34,7 @@ def test_blocks_that_are_alike_are_said_once() -> None:
     shown = text([recomputed(f"gelu_{number}", module) for number, module in enumerate(blocks(12))])
     assert shown.splitlines() == [
         "title",
-        "h.0 to h.11 (12 blocks; h.1 to h.11 as h.0)",
+        "h.0 to h.11 (12 blocks; h.1 to h.11 like h.0)",
         "  fc recomputed    gelu_0: 1 MB for 0.01 ms, in the backward of mm".ljust(77)
         + "model.py:7  x = self.act(self.fc(x))",
     ]
@@ -43,14 +43,14 @@ def test_blocks_that_are_alike_are_said_once() -> None:
 def test_blocks_that_differ_are_named() -> None:
     changes = [recomputed(f"gelu_{number}", module) for number, module in enumerate(blocks(5)) if number != 1]
     title, row = text(changes, blocks(5)).splitlines()[1:]
-    assert title == "h.0 to h.4 (5 blocks; h.2 to h.4 as h.0)"
+    assert title == "h.0 to h.4 (5 blocks; h.2 to h.4 like h.0)"
     assert "gelu_0 [h.0, h.2 to h.4]: 1 MB" in row
 
 
 def test_a_block_that_recomputes_more_often_is_not_alike() -> None:
     changes = [recomputed("gelu", module, times=1 + (module == "h.0.fc")) for module in blocks(3)]
     title, *rows = text(changes).splitlines()[1:]
-    assert title == "h.0 to h.2 (3 blocks; h.2 as h.1)"
+    assert title == "h.0 to h.2 (3 blocks; h.2 like h.1)"
     assert "up to 2 MB for 0.01 ms, in the backward of mm, up to 2 times" in " ".join(map(str.strip, rows))
 
 

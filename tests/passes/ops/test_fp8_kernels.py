@@ -202,7 +202,11 @@ def test_swizzled_scales_are_padded_with_zeros(shape: tuple[int, int]) -> None:
         ((192, 128, 128), ("1x128", "128x1"), "its 192 rows are no multiple of 128"),
         ((192, 128, 96), ("1x32", "32x1"), ""),
         ((192, 128, 80), ("1x32", "32x1"), "its 80 columns of its result are no multiple of 32"),
-        ((128, 128, 128), ("128x1", "128x1"), "no kernel multiplies values scaled in tiles of 128x1 by 128x1"),
+        (
+            (128, 128, 128),
+            ("128x1", "128x1"),
+            "no kernel multiplies values scaled in tiles of 128x1 by values in tiles of 128x1",
+        ),
     ],
 )
 def test_sizes_that_units_take(sizes: tuple[int, int, int], tiles: tuple[str, str], reason: str) -> None:
