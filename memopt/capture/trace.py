@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from memopt.capture.operators import DecideJoint, Operators
 from memopt.capture.region import RecordedRegion
 from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.host import device_among
-from memopt.compat.inductor import InductorFailed, compile_by_inductor
+from memopt.compat.inductor import InductorFailed, compile_by_inductor, draw_seeds_at_once, seeds_apart
 from memopt.compat.joint_trace import AotTrace, InputUse, JointGraphTraced, noting_input_use, trace_region
 from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import data_symbols_of, has_gaps
@@ -29,7 +28,6 @@ from passes import copy_graph_module, is_random
 from passes.compat import replaced_all
 from passes.graphs.edit import on_stored_values, refresh
 from passes.graphs.node_facts import graph_results, is_tangent, tensors
-
 
 _Trace = TypeVar("_Trace", "AotTrace", "InductorTrace")
 
@@ -46,7 +44,8 @@ class InductorTrace:
 
 
 def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> InductorTrace:
-    """Trace a region with inductor, up to its partition. To be called in the region's tracing context.
+    """Trace a region with inductor, up to its partition, each random operator with a seed of its own. To be called in
+    the region's tracing context.
 
     Raises `CaptureError` where inductor fails.
     """
@@ -61,7 +60,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Inductor
 
     try:
         # A copy, because inductor changes the module that it compiles.
-        with suppress(JointGraphTraced), replaced_all([noting_input_use(used)]):
+        with suppress(JointGraphTraced), replaced_all([noting_input_use(used), seeds_apart()]):
             # Of a region without gradients inductor compiles the forward, which is returned as it is.
             given = copy_graph_module(module), list(inputs), take_joint, lambda compiled, *_: compiled
             compile_by_inductor(*given, lambda: "no plan")
@@ -181,6 +180,8 @@ def differentiate(
         found: AotTrace | InductorTrace
         if traced.backend == INDUCTOR:
             found = _blocks_once(trace_by_inductor, traced.module, region)
+            if found.module is not None:
+                draw_seeds_at_once(found.module)
         else:
             found = aot = _blocks_once(trace_region, traced.module, region)
             traced = replace(traced, aot=aot)

@@ -21,7 +21,7 @@ from memopt.compat.inductor_lowering import (
     pools_as_they_are,
 )
 from memopt.compat.joint_trace import gradients_without_gaps, unread_numbers_left
-from passes.compat import private, replaced_all
+from passes.compat import Replacement, private, replaced_all
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -31,6 +31,8 @@ PRIVATE_NAMES = (
     *private("torch._inductor.compile_fx", "compile_fx_inner"),
     *private("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
     *private("torch._inductor.exc", "InductorError"),
+    *private("torch._inductor.fx_passes.replace_random", "fuse_seed_creation_pass", call="graph"),
+    *private("torch._inductor.virtualized", "V.set_fake_mode"),
     *private("torch._inductor.virtualized", "V.set_choices_handler"),
     *private("torch._inductor.choices", "InductorChoices"),
     *private("torch._inductor.runtime.benchmarking", "benchmarker.benchmark_gpu"),
@@ -105,6 +107,24 @@ def compile_by_inductor(
         except InductorError as failure:
             raise InductorFailed(str(failure)) from failure
         return compiled
+
+
+def seeds_apart() -> Replacement:
+    """The replacement with which inductor leaves each random operator in a joint graph its own seed."""
+    from torch._inductor.fx_passes import replace_random
+
+    return replace_random, "fuse_seed_creation_pass", lambda graph: 0
+
+
+def draw_seeds_at_once(joint: fx.GraphModule) -> None:
+    """Have a joint graph that was traced with `seeds_apart` draw all its seeds in one call, as inductor does. Edits the
+    graph."""
+    from torch._inductor.fx_passes.replace_random import fuse_seed_creation_pass
+    from torch._inductor.virtualized import V
+
+    fakes = (value.fake_mode for node in joint.graph.nodes if isinstance(value := node.meta.get("val"), FakeTensor))
+    with V.set_fake_mode(next(fakes)):
+        fuse_seed_creation_pass(joint.graph)
 
 
 def _fake_generator_states() -> AbstractContextManager[None]:

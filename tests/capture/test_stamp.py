@@ -18,7 +18,9 @@ from memopt.capture.operator_trace import trace_operators
 from memopt.capture.operators import Operators, to_differentiate
 from memopt.capture.region import RecordedRegion
 from memopt.capture.stamp import trace_blocks_once
+from memopt.capture.trace import InductorTrace, trace_by_inductor
 from memopt.compat.dynamo import marked_changing
+from memopt.compat.inductor import draw_seeds_at_once
 from memopt.compat.joint_trace import AotTrace, trace_region
 from tests.capture.recorded import recorded
 from tests.capture.same_graphs import differences
@@ -241,6 +243,32 @@ def test_the_joint_graph_is_that_of_the_whole(name: str) -> None:
             assert str(getattr(whole.state.fw_metadata, fact)) == str(getattr(once.state.fw_metadata, fact))
         if (name, kind) not in WHOLE:
             assert [len(call.graph.nodes) < len(module.graph.nodes) for call in calls] == [True]
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in MODELS])
+def test_inductors_joint_graph_is_that_of_the_whole(name: str) -> None:
+    """But for names: inductor numbers the nodes that its passes make."""
+    model, inputs = MODELS[name]()
+    region = recorded(model.train(), *inputs)
+    sizes = []
+
+    def trace(module: fx.GraphModule) -> InductorTrace:
+        sizes.append(len(module.graph.nodes))
+        return trace_by_inductor(module, region.inputs)
+
+    for kind, module in modules(region):
+        sizes.clear()
+        with region.tracing():
+            whole = trace_by_inductor(module, region.inputs)
+            once = trace_blocks_once(trace, module, region.inputs, region.written)
+        for joint in (whole.module, once.module):
+            assert joint is not None
+            draw_seeds_at_once(joint)
+        assert (whole.forward_outputs, whole.inputs) == (once.forward_outputs, once.inputs)
+        found = differences(whole.module, once.module)
+        assert not [difference for difference in found if ": name: " not in difference]
+        if (name, kind) not in WHOLE:
+            assert [size < len(module.graph.nodes) for size in sizes] == [True]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
