@@ -20,7 +20,7 @@ from memopt.compat.inductor_lowering import (
     order_of_random_kernels,
     pools_as_they_are,
 )
-from memopt.compat.joint_trace import gradients_without_gaps, unread_numbers_left
+from memopt.compat.joint_trace import constants_as_attributes, gradients_without_gaps, unread_numbers_left
 from passes.compat import Replacement, private, replaced_all
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def compile_by_inductor(
             "triton.cudagraphs": False,  # nobody counts what the pool of a graph holds
         }
         try:
-            compiled: Any = compile_fx(graph_module, inputs, inner_compile=compile_half, config_patches=patches)
+            module = constants_as_attributes(graph_module)  # else they would be the first inputs of the joint graph
+            compiled: Any = compile_fx(module, inputs, inner_compile=compile_half, config_patches=patches)
         except InductorError as failure:
             raise InductorFailed(str(failure)) from failure
         return compiled

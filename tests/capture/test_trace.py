@@ -7,11 +7,20 @@ import torch
 from torch import nn
 
 from memopt.capture.captured_call import CapturedCall, RegionRun
-from memopt.capture.operators import NOTHING, Decision, NothingToRewrite, OperatorGraph, Rewriting
-from memopt.capture.trace import accumulating, lay_out_again
+from memopt.capture.operators import (
+    NOTHING,
+    Decision,
+    NothingToRewrite,
+    OperatorGraph,
+    Operators,
+    Rewriting,
+    to_differentiate,
+)
+from memopt.capture.trace import accumulating, lay_out_again, trace_by_inductor
 from memopt.errors import CaptureError
 from memopt.rewrite.trace import trace, trace_call
 from passes import Pipeline
+from passes.graphs.node_facts import is_tangent
 from tests.capture.recorded import recorded
 from tests.passes.capture import Sketch, aten
 
@@ -35,6 +44,22 @@ def test_the_same_region_is_traced_to_the_same_graph() -> None:
     assert first.fingerprint == second.fingerprint
     assert first.parameter_inputs == region.parameters
     assert first.trace.region is region
+
+
+class Weighted(Squares):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])).pow(2).mean()
+
+
+def test_a_constant_is_no_input_of_inductors_joint_graph() -> None:
+    """The numbers of parameters are those of the region's inputs."""
+    region = recorded(Weighted().train(), torch.randn(2, 4))
+    module = to_differentiate(Operators((region.operator_graph().module,)))
+    with region.tracing():
+        joint = trace_by_inductor(module, region.inputs).module
+    assert joint is not None
+    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    assert [node.meta["val"].shape for node in inputs] == [given.shape for given in region.inputs]
 
 
 def test_a_region_without_gradients_is_not_differentiated() -> None:
