@@ -77,10 +77,11 @@ def lay_out_again(graph: fx.Graph) -> None:
     Inductor replaces an attention that is written out by `scaled_dot_product_attention`; on a CUDA card it pads matrix
     products whose kernels are then faster (`shape_padding`), and takes a slice of the padded one. The strides may be
     others than before, but the stored values of the nodes that read the results stay as they were."""
-    changed = {node for node in graph.nodes if "seq_nr" not in node.meta}  # which the calls of AOTAutograd have
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    changed = {node for node in calls if "seq_nr" not in node.meta}  # which the calls of AOTAutograd have
     with on_stored_values(graph):
-        for node in graph.nodes:
-            if node.op != "call_function" or changed.isdisjoint((node, *node.all_input_nodes)):
+        for node in calls:
+            if changed.isdisjoint((node, *node.all_input_nodes)):
                 continue
             stored = node.meta.get("val")
             try:
