@@ -22,7 +22,7 @@ from memopt.compat.host import device_among
 from memopt.compat.inductor import InductorFailed, compile_by_inductor, draw_seeds_at_once, seeds_apart
 from memopt.compat.joint_trace import AotTrace, InputUse, JointGraphTraced, noting_input_use, trace_region
 from memopt.compat.operators import without_autocast
-from memopt.compat.symbols import data_symbols_of, has_gaps
+from memopt.compat.symbols import data_symbols_of
 from memopt.errors import CaptureError
 from passes import copy_graph_module, is_random
 from passes.compat import replaced_all
@@ -83,17 +83,17 @@ def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
 
 
 def lay_out_again(graph: fx.Graph) -> None:
-    """Correct the strides in the stored values (`meta["val"]`) of calls that read tensors with gaps, and of their
-    readers. A view that the corrected strides do not allow becomes a reshape.
+    """Correct the strides in the stored values (`meta["val"]`) of calls that read what inductor has put into the graph,
+    and of their readers. A view that the corrected strides do not allow becomes a reshape.
 
-    On a CUDA card inductor pads matrix products whose kernels are then faster (`shape_padding`), and replaces the
-    product by a slice of the padded one. It does not correct the stored values of the nodes that read the slice."""
-    changed: set[fx.Node] = set()
+    Inductor replaces an attention that is written out by `scaled_dot_product_attention`; on a CUDA card it pads matrix
+    products whose kernels are then faster (`shape_padding`), and takes a slice of the padded one. The strides may be
+    others than before, but the stored values of the nodes that read the results stay as they were."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    changed = {node for node in calls if "seq_nr" not in node.meta}  # which the calls of AOTAutograd have
     with on_stored_values(graph):
-        for node in graph.nodes:
-            reads = node.all_input_nodes
-            gaps = any(has_gaps(read.meta.get("val")) for read in reads)
-            if node.op != "call_function" or (changed.isdisjoint(reads) and not gaps):
+        for node in calls:
+            if changed.isdisjoint((node, *node.all_input_nodes)):
                 continue
             stored = node.meta.get("val")
             try:

@@ -21,6 +21,7 @@ from memopt.errors import CaptureError
 from memopt.rewrite.trace import trace, trace_call
 from passes import Pipeline
 from passes.graphs.node_facts import is_tangent
+from passes.graphs.verify import verify
 from tests.capture.recorded import recorded
 from tests.passes.capture import Sketch, aten
 
@@ -110,3 +111,22 @@ def test_values_behind_a_padded_product_are_laid_out_as_they_are() -> None:
     assert rows.meta["val"].stride() == (16, 1)
     assert twice.meta["val"] is stored
     assert (flat.target, flat.meta["val"].stride()) == (aten.reshape.default, (1,))
+
+
+class WrittenOut(nn.Module):
+    """Attention without dropout as matrix products and a softmax, which inductor replaces by one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.layer(x).chunk(3, dim=-1))
+        weights = (q @ k.transpose(-2, -1) / 8**0.5).softmax(dim=-1)
+        return (weights @ v).permute(0, 2, 1, 3).contiguous().flatten(2).square().mean()
+
+
+def test_values_behind_an_attention_of_inductor_are_laid_out_as_they_are() -> None:
+    module = trace(recorded(WrittenOut().train(), torch.randn(2, 4, 16)), NOTHING, "inductor").module
+    assert [node for node in module.graph.nodes if "scaled_dot_product" in node.name]
+    verify(module)
