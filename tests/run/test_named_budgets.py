@@ -267,7 +267,7 @@ def test_a_loss_on_a_few_numbers_does_not_raise_the_budget_that_is_named_for_a_l
             torch.stack([(made - target).square().mean() for target in range(16)]).sum().backward()
         model.zero_grad()
 
-    terms = {"precision": "fp32", "allow": {"recompute"}, "optimizer": torch.optim.SGD}
+    terms: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": torch.optim.SGD}
     afresh = named(lambda budget: step(memopt.optimize(Pooled().train(), budget, **terms), 4096), 1e-4)
     model = memopt.optimize(Pooled().train(), 0.9 * afresh, **terms)
     step(model, 2048)
