@@ -392,13 +392,13 @@ class Share:
     def _beside_waiting(self, smallest_bytes: int, plain: AsPlain) -> int:
         """A budget with which a call fits together with the waiting forwards, if it needs `smallest_bytes` with what
         those hold now. In a larger budget these would save more: what they hold with nothing recomputed is counted.
-        There is also some room for further forwards.
+        There is also some room for a few further forwards.
         """
         planned, needs, gradients = self.entry.waiting(), self.entry.step_bytes, self._gradients()
         held = [forward.held_bytes for forward in planned]
         saved = [forward.saved_bytes() for forward in planned]
         alone = [one.plan.plain.peak_bytes - one.plan.account.other_forwards for one in planned]
-        more = max(_MORE_FORWARDS, self.waiting) * needs.least_held if needs else 0
+        more = _MORE_FORWARDS * needs.least_held if needs else 0
         for _ in range(2):
             works = smallest_bytes + sum(saved) - sum(held)
             works += min(more, max(0, max(alone, default=0) + sum(held) - smallest_bytes))
@@ -474,8 +474,7 @@ _ABOUT = 16
 """The bytes left for other models are kept while the current need differs by less than this part of the budget."""
 _MOST_KINDS = 64
 _MORE_FORWARDS = 2
-"""A budget that is named for several forwards has room for at least this many more, each by the plan that holds least;
-for as many as wait, if these are more: a solver or a policy calls its model dozens of times before a backward."""
+"""A budget that is named for several forwards has room for this many more, each by the plan that holds least."""
 _IN_GROUP = (
     "the first forward was planned as the only one before its backward; from the next step on {0} forwards are planned "
     "for; to plan so from the first step on, give optimize forwards={0}"
