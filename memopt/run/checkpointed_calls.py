@@ -59,8 +59,12 @@ class CheckpointedCalls:
 
     def fitting(self, now: CallInProgress) -> Choice | None:
         """The fastest choice of checkpoints with which a call that cannot be planned fits the budget, and the bytes of
-        its step; None where no choice fits."""
+        its step; None where no choice fits. A choice that leaves no room for other values of the same sizes is the
+        last resort, as each call is then counted anew."""
         found = self._first_that_fits(now)
+        if found is None:
+            counted = ((calls, calls.fitting_by_its_values(now.closely)) for calls in self._calls)
+            found = next(((calls, fits) for calls, fits in counted if fits is not None), None)
         self.serve |= found is not None
         return found
 
@@ -112,21 +116,21 @@ class CheckpointedCalls:
         vars(self).pop("_calls", None)
 
     def explain(
-        self, refused: BudgetError | CaptureError, broken: str | None, now: CallInProgress
+        self, refused: BudgetError | CaptureError, broken: str | None, now: CallInProgress, plain: PlainCalls
     ) -> BudgetError | CaptureError:
         """`refused` with the smallest budget in which the call runs with checkpoints, if no plan of the call can be
         made or every plan needs a larger budget. `broken` is the reason why the forward breaks into regions; if it is
-        None, a `BudgetError` is returned unchanged."""
+        None, a `BudgetError` is returned unchanged. `plain` counts the step without checkpoints."""
         if isinstance(refused, CaptureError):
             budget = self.planner.terms.options.budget_bytes
-            least = self._least(now, _WORTH_NAMING * budget)
+            least = self._least(now, _WORTH_NAMING * budget, plain)
             if least is None:
                 return refused
             runs = "modules that run as activation checkpoints"
             return BudgetError(budget, least, runs, least=False, further=(str(refused),))
         if broken is None:
             return refused
-        least = self._least(now, refused.smallest_bytes) or refused.smallest_bytes
+        least = self._least(now, refused.smallest_bytes, plain) or refused.smallest_bytes
         further = [
             "the forward breaks into regions, and no plan can free what eager code between them holds; the reason for "
             f"the break: {broken}"
@@ -135,9 +139,12 @@ class CheckpointedCalls:
             further.append("with the budget that works, modules of the model run as activation checkpoints")
         return refused.adding(*further, smallest_bytes=least)
 
-    def _least(self, now: CallInProgress, most_bytes: int) -> int | None:
-        """The smallest budget in bytes in which a call runs with checkpoints; None where it is above `most_bytes`."""
+    def _least(self, now: CallInProgress, most_bytes: int, plain: PlainCalls) -> int | None:
+        """The smallest budget in bytes in which a call runs with checkpoints; None where it is above `most_bytes`. It
+        has room for other values of the same sizes, up to what the plain step takes with these."""
         least: int | None = None
         for calls in self._calls:
             least = calls.needed_bytes(now, least or most_bytes) or least
+        if self._calls:
+            least = plain.needed_bytes(now, least or most_bytes, other_values=False) or least
         return least

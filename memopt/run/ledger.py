@@ -38,7 +38,7 @@ _LOOKS = 4
 _MALLOC_NOISE = 64 * 1024
 """The bytes allocated by `malloc` differ by this much from step to step, through what Python and the C library allocate
 beside tensors."""
-_SEVERAL = 3
+SEVERAL = 3
 """If this many forwards wait for a backward, more than in any earlier step, more may follow: an ODE solver calls its
 model dozens of times before a backward."""
 _FITTED = "allocated when a backward that fitted began"
@@ -132,8 +132,8 @@ class Moment:
     @property
     def beyond_expected(self) -> int:
         """The number of further forwards to leave room for, because more wait now than were expected: as many as wait,
-        if at least `_SEVERAL` do. Else 0."""
-        return self.waiting if self.waiting >= max(_SEVERAL, self.entry.groups.others_expected + 1) else 0
+        if at least `SEVERAL` do. Else 0."""
+        return self.waiting if self.waiting >= max(SEVERAL, self.entry.groups.others_expected + 1) else 0
 
     @property
     def group_situation(self) -> Situation | None:

@@ -33,7 +33,7 @@ from memopt.random_states import extreme_draws
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import WORTHWHILE, Entry
-from memopt.run.ledger import Ledger, Moment
+from memopt.run.ledger import SEVERAL, Ledger, Moment
 from memopt.run.longer_paths import LongerPath, ends_beyond
 from memopt.run.overlaps import Alone
 from memopt.run.pending import CREATED, RETAINED, WORTH_NAMING, beside_gradients, to_follow
@@ -160,6 +160,21 @@ class PlainCalls(PlainCounter):
             kind.fitting[-1] = kind.fitting[-1][0], counted
         return counted if counted is not None and self._may_run(counted, moment) else None
 
+    def fitting_by_its_values(self, now: CallInProgress) -> CountedStep | None:
+        """The step of a call whose code branches on values, counted on these values, if it fits the budget. Since
+        another batch may hold more, the count serves no other call, and has no margin for one."""
+        step = self.count_step(
+            now.call,
+            now.situation,
+            self.planner.terms.options.budget_bytes,
+            closely=True,
+            beside=partial(bytes_beside, now.moment),
+        )
+        if step is None or not step.on_values:
+            return None
+        fitting = self.fitting_step(replace(step, depends_on_values=False), now.call, now.situation)
+        return fitting if fitting is not None and fitting.fits(now.moment) else None
+
     def _may_run(self, fitting: CountedStep, moment: Moment) -> bool:
         if fitting.fits(moment):
             return True
@@ -170,9 +185,10 @@ class PlainCalls(PlainCounter):
             self.entry.warn_beyond(BudgetError(budget, needed, CREATED, least=False))
         return goes_on
 
-    def needed_bytes(self, now: CallInProgress, most_bytes: int) -> int | None:
+    def needed_bytes(self, now: CallInProgress, most_bytes: int, *, other_values: bool = True) -> int | None:
         """The smallest budget in bytes with which `step_if_it_fits` lets a call run plain, and later calls like it too,
-        even if gradients exist when they begin; None where that is above `most_bytes` or is not known."""
+        even if gradients exist when they begin; None where that is above `most_bytes` or is not known. Without
+        `other_values`, there is no margin for calls with other values."""
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)
@@ -183,6 +199,7 @@ class PlainCalls(PlainCounter):
             step = max((one for one in (step, other) if one is not None), key=lambda one: one.peak_bytes)
         if step is None:
             return None
+        step = step if other_values else replace(step, depends_on_values=False)
         needed, account = self.needed_by_step(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
         callers_code = callers_code_bytes(step, self.entry, step.output_bytes)
@@ -278,8 +295,11 @@ class PlainCalls(PlainCounter):
         self._ran_bytes = fitting.step.peak_bytes
         moment = replace(now.moment, inputs=())
         check_graph = partial(self._check_graph, fitting, now.situation, moment, graph_key(call))
-        # Later steps leave room for as many forwards as were seen before a backward.
-        again = None if self.entry.trained or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
+        # Later steps leave room for as many forwards as were seen before a backward; of several, there may be more.
+        others = self.entry.groups.others_expected
+        several = others >= SEVERAL and not fitting.fits(now.moment, others * step.held_bytes)
+        foreseen = self.entry.trained and not several
+        again = None if foreseen or self.checkpoints else PlainSecondRun.of(self.model, self.plain, call)
         first, most = next_node_number(), self._most_nodes(fitting, now.moment)
         varies = self.entry.paths_vary or step.depends_on_values or step.draws or self.settings.have_schedule
         may_end = now.may_end and varies and not around and most < _FAR * step.nodes

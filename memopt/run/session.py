@@ -355,7 +355,7 @@ class Session:
             plain = beyond[0] is calls.plain_calls
             return self._run_plain(calls, now, beyond[1]) if plain else self._run_checkpointed(calls, now, beyond)
         with self._refusing():
-            refused = calls.checkpointed.explain(refused, broken, now)
+            refused = calls.checkpointed.explain(refused, broken, now, calls.plain_calls)
             raise self._log.refused(calls.plain_calls.explain(refused, now))
 
     def _beyond(self, calls: TrainingCalls, now: CallInProgress) -> Choice | None:

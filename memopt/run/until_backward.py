@@ -141,7 +141,7 @@ class UntilBackward:
             if not entry.metered:
                 entry.meanwhile = 0
             entry.metered = True
-            self._note(entry, max(0, *accumulate(events[begin:end])))
+            self._note(entry, max(accumulate(events[begin : end - 2]), default=0))  # without the mark itself
 
     def _note(self, entry: Entry, nbytes: int) -> None:
         entry.meanwhile = max(entry.meanwhile or 0, nbytes)

@@ -255,13 +255,37 @@ def test_the_smallest_budget_that_a_refusal_names_serves_the_same_call() -> None
     """Small enough for the tolerance to matter."""
     batch = torch.randn(32, 32, 32)
     with pytest.raises(BudgetError) as refused:
-        routed(BATCHES.nbytes + 5 * 2**19)(batch)
+        routed(BATCHES.nbytes + 4 * 2**19)(batch)
     named = refused.value.smallest_bytes
     del refused
     gc.collect()
     model = routed(named)
     model(batch).square().mean().backward()
     assert memopt.status(model).state is memopt.State.CHECKPOINTED
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("counted")
+def test_batches_that_fit_are_not_refused_since_others_of_their_sizes_might_not() -> None:
+    batches = torch.randn(3, 64, 32, 32)
+
+    def train(budget_bytes: float) -> tuple[int, list[float]]:
+        model, losses = routed(budget_bytes), []
+        with memopt.measure_peak() as peak:
+            for batch in batches:
+                loss = model(batch).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+                model.zero_grad()
+                del loss
+        assert memopt.status(model).state in (memopt.State.CHECKPOINTED, memopt.State.PLAIN)
+        return peak.bytes, losses
+
+    plain, losses = train(2**30)
+    gc.collect()
+    peak, own_losses = train(0.6 * plain)
+    assert peak <= 0.6 * plain
+    assert own_losses == losses
 
 
 @pytest.mark.usefixtures("counted")

@@ -243,3 +243,34 @@ def test_a_budget_that_a_retained_graph_names_works_without_a_plan() -> None:
     with pytest.raises(memopt.BudgetError, match="retain_graph") as refused:
         step(1.02 * smallest)
     step(refused.value.smallest_gb)
+
+
+class Pooled(nn.Module):
+    """Layers on rows, pooled to a few numbers for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[:, :2].mean(0, keepdim=True)
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_loss_on_a_few_numbers_does_not_raise_the_budget_that_is_named_for_a_larger_batch() -> None:
+    """It holds many times the bytes of these numbers, which are few nevertheless."""
+
+    def step(model: nn.Module, rows: int) -> None:
+        with memopt.measure_peak("cpu"):
+            made = model(torch.rand(rows, 64))
+            torch.stack([(made - target).square().mean() for target in range(16)]).sum().backward()
+        model.zero_grad()
+
+    terms: dict[str, Any] = {"precision": "fp32", "allow": {"recompute"}, "optimizer": torch.optim.SGD}
+    afresh = named(lambda budget: step(memopt.optimize(Pooled().train(), budget, **terms), 4096), 1e-4)
+    model = memopt.optimize(Pooled().train(), 0.9 * afresh, **terms)
+    step(model, 2048)
+    with pytest.raises(memopt.BudgetError) as refused:
+        step(model, 4096)
+    assert refused.value.smallest_gb <= 1.26 * afresh  # it serves batches that are a quarter larger

@@ -238,3 +238,49 @@ def test_a_model_with_buffers_made_in_inference_mode_trains() -> None:
     assert memopt.status(model).plan is not None
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(own.grad, expected.grad) for own, expected in pairs)
+
+
+class Policy(nn.Module):
+    """A recurrent policy, which a loop calls for each step of an episode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encode, self.cell, self.head = nn.Linear(16, 64), nn.GRUCell(64, 64), nn.Linear(64, 4)
+
+    def forward(self, observed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.cell(torch.relu(self.encode(observed)), state)
+        return self.head(state), state
+
+
+@pytest.mark.slow
+def test_an_episode_longer_than_all_before_ends_no_training() -> None:
+    """Its first steps run plain, as the steps of shorter episodes did, and are freed once there are more."""
+
+    def episodes(budget_gb: float = 0) -> tuple[list[float], list[int]]:
+        gc.collect()
+        policy = Policy()
+        optimizer = torch.optim.SGD(policy.parameters(), 0.1)
+        if budget_gb:
+            memopt.optimize(policy, budget_gb, optimizer=optimizer, **EXACT)
+        losses, peaks = [], []
+        for steps in (8, 8, 8, 20):
+            with memopt.measure_peak() as peak:
+                state, loss = torch.zeros(64, 64), torch.zeros(())
+                for _ in range(steps):
+                    logits, state = policy(torch.rand(64, 16), state)
+                    loss = loss + logits.square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+                del logits, state, loss
+            peaks.append(peak.bytes)
+        return losses, peaks
+
+    torch.manual_seed(7)
+    losses, plain = episodes()
+    torch.manual_seed(7)
+    found, peaks = episodes(0.5 * max(plain) / GIB)
+    assert found == losses
+    assert max(peaks) <= 0.5 * max(plain)

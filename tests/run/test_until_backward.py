@@ -317,6 +317,13 @@ def test_each_forward_within_a_meter_is_read_between_its_own_marks(monkeypatch: 
     assert seen[0] == seen[1]
 
 
+def test_the_marks_among_a_meters_events_are_no_bytes_of_the_callers_code() -> None:
+    planned = memopt.optimize(model(256), 1, precision="fp32", optimizer=None)
+    with memopt.measure_peak():
+        planned(torch.randn(ROWS, 128))[:1, :1].sum().backward()
+    assert session_of(planned).share.entry.meanwhile < 4096
+
+
 class Loss32(nn.Module):
     """Layers that return their loss, or their output."""
 
