@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -349,6 +350,29 @@ def test_gradients_of_penalties_on_weights_are_in_the_budget(loss_inside: bool) 
     session = session_of(trained)
     assert session is not None
     assert session.share.entry.given_bytes == sum(parameter.nbytes for parameter in trained.parameters())
+
+
+class LossAndLogits(Loss32):
+    """Layers that return the loss with the logits that it was computed from, as models of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        logits = self.layers(x)
+        return classes(logits), logits
+
+
+@pytest.mark.parametrize(("metered", "always"), [(False, ""), (True, "always")])
+def test_a_loss_of_the_model_is_none_of_the_callers_code(
+    monkeypatch: pytest.MonkeyPatch, *, metered: bool, always: str
+) -> None:
+    """Nor are memopt's own marks in the meter's events."""
+    monkeypatch.setenv("MEMOPT_PLAN", always)
+    trained = memopt.optimize(LossAndLogits(loss_inside=True), 1, optimizer=None, precision="fp32")
+    with memopt.measure_peak("cpu") if metered else nullcontext():
+        loss = trained(torch.randn(ROWS, 128))[0]
+        loss.backward()
+    session = session_of(trained)
+    assert session is not None
+    assert session.share.entry.meanwhile in (0, loss.nbytes)
 
 
 class Twofold(nn.Module):
