@@ -1,5 +1,4 @@
-"""A model within transforms of torch.func, with forward-mode derivatives, and with cached parametrisations, is the plain
-model."""
+"""Within transforms of torch.func, forward-mode derivatives and cached parametrisations, a model is the plain model."""
 
 import copy
 from collections.abc import Callable
