@@ -326,11 +326,10 @@ class Road:
             return min(with_kept_outputs(priced, returned) for priced in candidates)
 
         roomy = nothing_recomputed(first, returned)
-        tolerance = planner.accounts.beside.tolerance_bytes
-        if seen <= max(LARGE_LOSS_OUTSIDE * traced.step.tangent_bytes, tolerance):  # else the first step has no room
+        if seen <= LARGE_LOSS_OUTSIDE * traced.step.tangent_bytes:  # else the first step has no room for it
             # More bytes left free need not raise the smallest peak found.
             roomy = min(max(map(least, {0, guessed})), roomy)
-        spare = max(0, roomy - refusal.smallest_bytes) + tolerance // 2 + of_inputs
+        spare = max(0, roomy - refusal.smallest_bytes) + planner.accounts.beside.tolerance_bytes // 2 + of_inputs
         words = (
             "of the named budget are for gradients held when a forward begins, a loss outside of the model, and "
             "tensors that may appear meanwhile"

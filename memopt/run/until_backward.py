@@ -140,7 +140,7 @@ class UntilBackward:
             if not entry.metered:
                 entry.meanwhile = 0
             entry.metered = True
-            self._note(entry, max(0, *accumulate(events[begin + 2 : end])))
+            self._note(entry, max(0, *accumulate(events[begin:end])))
 
     def _note(self, entry: Entry, nbytes: int) -> None:
         entry.meanwhile = max(entry.meanwhile or 0, nbytes)
@@ -240,6 +240,6 @@ def _mark(nbytes: int) -> None:
 
 
 def _marked(events: Sequence[int], nbytes: int) -> int | None:
-    """The position in `events` of the latest mark of this size; None if there is none."""
-    found = [place for place in range(len(events) - 1) if events[place] == nbytes and events[place + 1] == -nbytes]
-    return found[-1] if found else None
+    """The position in `events` right after the latest mark of this size; None if there is none."""
+    found = [place for place in range(1, len(events)) if events[place - 1] == nbytes and events[place] == -nbytes]
+    return found[-1] + 1 if found else None
