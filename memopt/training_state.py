@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memopt.compat.host import HOST
-from memopt.compat.modules import buffers_in, modules_of
+from memopt.compat.modules import buffers_in, cached_parametrizations, modules_of
 from memopt.random_states import GENERATORS, generator_states, set_generators, set_state, state_of
 from memopt.saved_values import (
     SavedValues,
@@ -49,6 +49,8 @@ class Attributes:
         found = {id(vars(one)): vars(one) for one in model.modules()}
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found.values()]
         held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
+        cached = cached_parametrizations()
+        held[id(cached)] = cached
         self._contents = [(container, container.copy()) for container in held.values()]
         values = {id(value): value for table, _ in self._tables for value in table.values()}
         values |= {
@@ -304,6 +306,7 @@ def undone_but_parameters(model: nn.Module) -> Iterator[None]:
     """A context that on exit restores buffers, random generators and the attributes of all modules, also the values of
     tensors among these attributes. Parameters are not restored, so the body must not change them."""
     state = ForwardState.whole(model)
+    cached_parametrizations().clear()  # they have the graphs of the caller's forwards, which a backward would free
     try:
         yield
     finally:

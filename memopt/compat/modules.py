@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.hooks import BackwardHook
 
@@ -43,7 +44,13 @@ PRIVATE_NAMES = (
     ),
     *private("torch.optim.optimizer", "_get_foreach_kernels_supported_devices", call=""),
     *private("torch.compiler", "_is_compiling_flag"),
+    *private("torch.nn.utils.parametrize", "_cache"),
 )
+
+
+def cached_parametrizations() -> dict[Any, Any]:
+    """The weights that `torch.nn.utils.parametrize.cached` has computed in the context in which this is called."""
+    return parametrize._cache
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:

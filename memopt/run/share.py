@@ -201,7 +201,7 @@ class Share:
                 more, self._others_there = more or others > before + self.entry.notable_bytes, max(before, others)
                 if differentiated and (more or self.ledger.may_look()):
                     begins_with = tangent_bytes(plan) if plan else 0
-                    UntilBackward.begin(self.entry, outputs or differentiated, tensors_in(call), begins_with)
+                    UntilBackward.begin(self.entry, differentiated, tensors_in(call), begins_with)
 
     def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
         """The situation of a call that begins now, without the forwards that wait. `optimizer_choice` has the chosen

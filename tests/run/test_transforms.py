@@ -1,4 +1,4 @@
-"""A planned model within transforms of torch.func, and with forward-mode derivatives, is the plain model."""
+"""Within transforms of torch.func, forward-mode derivatives and cached parametrisations, a model is the plain model."""
 
 import copy
 from collections.abc import Callable
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
 
 import memopt
 from memopt.run.session import session_of
@@ -72,3 +74,19 @@ def test_fast_weights_are_no_step_and_give_no_warning(monkeypatch: pytest.Monkey
     handle.remove()
     assert not any(stepped)
     assert not entry.stepped
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_calls_that_share_weights_of_a_parametrization(monkeypatch: pytest.MonkeyPatch, *, always: bool) -> None:
+    monkeypatch.setenv("MEMOPT_PLAN", "always" if always else "")
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(spectral_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 4)), torch.randn(5, 8)
+    ours = memopt.optimize(copy.deepcopy(plain), 1, optimizer=None, precision="fp32", allow={"recompute"})
+    for _ in range(2):
+        for model in (plain, ours):
+            with parametrize.cached():
+                (model(x) * model(2 * x)).sum().backward()
+    ours_state = ours.state_dict()
+    assert all(torch.equal(value, ours_state[name]) for name, value in plain.state_dict().items())
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

@@ -358,6 +358,22 @@ def test_gradients_of_penalties_on_weights_are_in_the_budget(loss_inside: bool) 
     assert session.share.entry.given_bytes == sum(parameter.nbytes for parameter in trained.parameters())
 
 
+class LossAndLogits(Loss32):
+    """Layers that return the loss with the logits that it was computed from, as models of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        logits = self.layers(x)
+        return classes(logits), logits
+
+
+def test_a_loss_of_the_model_is_none_of_the_callers_code() -> None:
+    trained = memopt.optimize(LossAndLogits(loss_inside=True), 1, optimizer=None, precision="fp32")
+    trained(torch.randn(ROWS, 128))[0].backward()
+    session = session_of(trained)
+    assert session is not None
+    assert session.share.entry.meanwhile == 0
+
+
 class Twofold(nn.Module):
     """Layers whose loop calls them in another method as well, as the imagination of a world model."""
 
