@@ -163,6 +163,8 @@ class PlainCalls(PlainCounter):
     def fitting_by_its_values(self, now: CallInProgress) -> CountedStep | None:
         """The step of a call whose code branches on values, counted on these values, if it fits the budget. Since
         another batch may hold more, the count serves no other call, and has no margin for one."""
+        if not (self._may_be_first and (self._whatever_else or self._nothing_else_wanted())):
+            return None
         step = self.count_step(
             now.call,
             now.situation,
