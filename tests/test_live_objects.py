@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memopt.live_objects import _OldObjects, live_objects
+from tests.marks import slow
 
 
 def walked() -> set[int]:
@@ -35,7 +36,7 @@ def searched_before() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.mark.parametrize("generations", [(), (0,), (1,), (2,), (0, 1), (0, 0, 1, 2), (1, 0, 1)])
+@pytest.mark.parametrize("generations", [(), *map(slow, [(0,), (1,), (2,), (0, 1), (0, 0, 1, 2)]), (1, 0, 1)])
 def test_none_is_missed_after_collections(generations: tuple[int, ...]) -> None:
     before, kept, model = found(), [], nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters())

@@ -62,6 +62,7 @@ assert ours == train(None), "other numbers were drawn"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", ["True", "random.random() < 0.7"], ids=["in one graph", "in regions"])
 def test_a_script_that_draws_in_its_forward(condition: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"  # a file, as Dynamo skips code that has none

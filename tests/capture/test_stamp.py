@@ -346,6 +346,7 @@ def test_blocks_that_differ_are_traced_whole(make: Callable[[], Made]) -> None:
         assert not find_runs(module, region.inputs, region.written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout", *map(slow, ("gpt2", "bert", "shared"))])
 def test_sizes_may_be_symbols(name: str) -> None:
     """Of GPT-2, arithmetic on the number of rows in the first block serves the others, too."""

@@ -40,6 +40,7 @@ def parts() -> dict[int, fx.GraphModule]:
     return {tp: graph_of(tp) for tp in (1, 2, 4)}
 
 
+@pytest.mark.slow
 def test_the_work_is_divided(parts: dict[int, fx.GraphModule]) -> None:
     """All products and all attention are split: nothing that counts operations is done twice."""
     whole = flops_of(parts[1])

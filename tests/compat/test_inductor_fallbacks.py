@@ -95,6 +95,7 @@ def pooled_and_offloaded(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Te
     return [torch.conv2d(values, weight), AWAIT_OUT(COPY_OUT(positions), positions)]
 
 
+@pytest.mark.slow
 def test_what_is_copied_to_the_host_is_laid_out_there_as_inductor_lays_out_results() -> None:
     """Where inductor makes convolutions channels-last, it wants results with their strides. If it copied
     an offloaded value to a second host tensor for that, the backward could not find the value's memory."""

@@ -81,6 +81,7 @@ class Dropouts(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_a_pass_of_the_user_runs_too() -> None:
     passed: list[int] = []
 

@@ -284,6 +284,7 @@ class Carried(nn.Module):
         return y.square().mean(), tuple(one.detach() for one in state)
 
 
+@pytest.mark.slow
 def test_only_a_size_that_changes_is_said_to_be_needed_as_a_constant(recwarn: pytest.WarningsRecorder) -> None:
     model = memopt.optimize(Carried(), 1, **EXACT)
     state = None

@@ -192,6 +192,7 @@ def competing(pair: Pair) -> Step:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.plans_always
 def test_two_halves_of_a_gan() -> None:
     pair = Pair()
@@ -270,6 +271,7 @@ class Broken(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_what_a_region_saved_is_not_elsewhere_once_a_later_region_has_run_its_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

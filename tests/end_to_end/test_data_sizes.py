@@ -67,6 +67,7 @@ class Selected(nn.Module):
         return self.head(self.layers(x)[chosen].sin()).square().sum() / len(x)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_what_the_outgrown_forward_made_is_gone_when_the_call_is_planned_anew() -> None:
     exact: dict[str, Any] = {"optimizer": None, "precision": "fp32", "allow": {"recompute", "reinplace"}}

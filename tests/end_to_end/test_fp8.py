@@ -86,6 +86,7 @@ def test_gradients_are_near_and_the_step_is_within_a_smaller_budget(allow: set[s
     assert abs(float(step.loss - expected.loss)) < 0.01 * float(expected.loss)
 
 
+@pytest.mark.slow
 def test_not_used_unless_memory_asks_for_it_or_it_is_faster() -> None:
     """A CPU is no faster in 8 bits."""
     plan = memopt.plan(llama(), 1000, BATCH, optimizer=None, precision="bf16", allow={"fp8", "fp8_activations"})

@@ -57,6 +57,7 @@ def _dumped(model: nn.Module) -> io.BytesIO:
     return saved
 
 
+@pytest.mark.slow
 def test_eval_and_calls_without_gradients(hosted: Any) -> None:
     plain = gpt2()
     with torch.no_grad():
@@ -87,6 +88,7 @@ def test_outputs_are_computed_on_demand(hosted: nn.Module) -> None:
         assert torch.equal(ours.logits + 0, theirs.logits)
 
 
+@pytest.mark.slow
 def test_state_is_saved_and_loaded(hosted: nn.Module) -> None:
     plain = gpt2()
     assert all(map(torch.equal, hosted.state_dict().values(), plain.state_dict().values()))

@@ -27,6 +27,7 @@ def test_what_waits_on_the_host_is_not_held(linked: None) -> None:
     assert host_memory("cpu").leased_bytes == 0
 
 
+@pytest.mark.slow
 def test_without_the_lever_the_step_takes_longer(linked: None) -> None:
     model = make()
     options = {**MODE, "backend": "inductor", "example_inputs": batch()}

@@ -180,6 +180,7 @@ def test_reinplace(name: str) -> None:
     assert_equal(step, plain(name), ROUNDING if name == "llama" else 0.0)
 
 
+@pytest.mark.slow
 def test_no_lever_is_used_that_is_not_needed() -> None:
     plan, step = train("small", {"recompute", *LEVERS}, planned("small", {"recompute"}, 1000).plain_peak_gb)
     assert (plan.levers, plan.added_time) == ((), 0.0)

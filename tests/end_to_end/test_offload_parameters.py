@@ -38,6 +38,7 @@ pytestmark = [pytest.mark.plans_always, pytest.mark.usefixtures("linked")]  # th
 FAMILIES = [GPT2, LLAMA, EXPERTS, QWEN3_MOE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, *map(slow, (0.0, 0.25, 0.5, 1.0))])
 @pytest.mark.parametrize(
     "family", [slow(GPT2), slow(LLAMA), EXPERTS, slow(QWEN3_MOE)], ids=lambda family: family.make.__name__
@@ -108,6 +109,7 @@ def test_without_the_lever_it_does_not_fit() -> None:
     assert "offload_parameters" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_changes_of_a_plan_name_what_is_copied_to_the_device() -> None:
     plan = memopt.plan(gpt2(), GPT2.between(0.1), batch(), **options())
     (hosted,) = {region.hosted for region in plan.regions}

@@ -533,6 +533,7 @@ def losses_with_slopes(model: nn.Module, first: int) -> tuple[list[float], list[
     return losses, peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_a_budget_for_second_derivatives_is_named(share: float) -> None:
     """Where the first step is planned, and where it would fit without them."""
@@ -550,6 +551,7 @@ def test_a_budget_for_second_derivatives_is_named(share: float) -> None:
     assert max(peaks) <= budget * GIB <= 1.06 * max(plain_peaks)
 
 
+@pytest.mark.slow
 def test_second_derivatives_in_later_steps_end_no_run() -> None:
     gc.collect()
     expected, plain_peaks = losses_with_slopes(two_heads(), 2)

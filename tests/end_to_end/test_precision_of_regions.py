@@ -124,6 +124,7 @@ def test_code_between_regions_gets_the_dtypes_of_the_plain_model(make: Any, ahea
         assert (parameter.grad is None) == (model.get_parameter(name).grad is None)
 
 
+@pytest.mark.slow
 def test_a_smallest_budget_of_such_a_model_is_met() -> None:
     seed(0)
     model, batch = matched()

@@ -199,6 +199,7 @@ PAIRS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [1.0, slow(1.07)])
 @pytest.mark.parametrize(
     "pair",

@@ -63,6 +63,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_batch_with_more_is_planned_again() -> None:
     torch.manual_seed(0)

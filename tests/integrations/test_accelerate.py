@@ -48,6 +48,7 @@ def train(budget_gb: float | None, *, steps: int = 3, save: Path | None = None, 
     return run.ended(accelerator.unwrap_model(model))
 
 
+@pytest.mark.slow
 def test_accumulation_within_a_budget() -> None:
     plain, run = train(None), train(BUDGET_GB)
     assert_same(run, plain)

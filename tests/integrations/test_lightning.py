@@ -133,6 +133,7 @@ def fit(
     return run.ended(module)
 
 
+@pytest.mark.slow
 def test_within_a_budget_and_in_the_log(tmp_path: Path) -> None:
     data = list(batches(6))
     plain = fit(Texts, data, None, accumulate_grad_batches=2)
@@ -157,6 +158,7 @@ def test_resumes(tmp_path: Path) -> None:
     assert len(resumed[1].losses) == len(data) - SAVED_AT
 
 
+@pytest.mark.slow
 @pytest.mark.plans_always
 @pytest.mark.parametrize("kind", [slow(Images), Direct])
 def test_a_loss_outside_of_the_net(kind: type[Texts]) -> None:

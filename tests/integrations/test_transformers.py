@@ -103,6 +103,7 @@ def trained(
     return run.ended(model), log
 
 
+@pytest.mark.slow
 def test_token_weighted_accumulation_within_a_budget(tmp_path: Path) -> None:
     plain, _ = trained(tmp_path, None, gradient_accumulation_steps=2)
     run, log = trained(tmp_path, BUDGET_GB, gradient_accumulation_steps=2)
@@ -135,6 +136,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     assert Run().ended(saved).weights == plain.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

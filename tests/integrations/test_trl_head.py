@@ -44,6 +44,7 @@ def measured(model: Any) -> tuple[list[Tensor], float]:
     return found, peak.gb
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "tokens", "share"), [slow(32_768, 4_096, 0.5), slow(600, 4_096, 0.9), (600, 200, 0.9)]
 )

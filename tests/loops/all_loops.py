@@ -25,7 +25,7 @@ _EACH = "exact half", "exact third", "default half", "default third"
 _ALL = (
     Loop(generative.dcgan),
     Loop(generative.vae_gan),
-    Loop(generative.vq_vae, quick=("default third",)),
+    Loop(generative.vq_vae),
     Loop(generative.ddpm),
     Loop(generative.critic_penalty, faults=dict.fromkeys(_EACH, DERIVED)),
     Loop(contrastive.clip),
@@ -38,7 +38,7 @@ _ALL = (
     Loop(language.nanogpt),
     Loop(language.word_lstm),
     Loop(language.distillation),
-    Loop(language.mixture_of_experts, quick=("exact half",)),
+    Loop(language.mixture_of_experts),
     Loop(
         sequences.tagging,
         faults=dict.fromkeys(_EACH, BETWEEN_REGIONS),

@@ -166,6 +166,7 @@ def test_the_train_step_drives_it() -> None:
     assert same(values(model.parameters()), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [optim.AdamW, *map(slow, [partial(optim.Adam, amsgrad=True), partial(optim.AdamW, fused=True)])]
 )

@@ -154,6 +154,7 @@ def test_the_train_step_drives_it() -> None:
     assert run(offload=True) == run(offload=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [optim.AdamW, *map(slow, (partial(optim.SGD, lr=0.1, momentum=0.9), optim.Adafactor))])
 def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
     """On the CPU the meter sees the device's bytes and the host's together."""

@@ -47,6 +47,7 @@ def rows() -> dict[str, OnCard]:
     return on_cards(**RECOMPUTING)
 
 
+@pytest.mark.slow
 def test_every_card_is_there_by_memory(rows: dict[str, OnCard]) -> None:
     assert set(rows) == set(KNOWN) - {"cpu"}
     memory = [row.memory_bytes for row in rows.values()]
@@ -72,6 +73,7 @@ def test_a_row_is_what_a_plan_for_that_card_says(rows: dict[str, OnCard]) -> Non
     assert row.needed_bytes == pytest.approx(refused.smallest_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_batch_grows_with_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a batch so small (4 × 64 tokens) that parameters take most of the memory: an RTX 5090 has a third more
     than a 4090."""

@@ -56,6 +56,7 @@ def numbers() -> int:
     return sum(parameter.numel() for parameter in llama().parameters())
 
 
+@pytest.mark.slow
 def test_everything_of_parameters_is_a_shard() -> None:
     account = planned(dp_shard=64).account
     share = 4 * numbers() // 64

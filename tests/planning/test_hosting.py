@@ -57,6 +57,7 @@ def test_what_is_hopeless_does_not_depend_on_the_allocator() -> None:
     assert not Request(replace(ACCOUNT, fragmentation=budget_bytes), budget_bytes).is_hopeless(joined)
 
 
+@pytest.mark.slow
 def test_what_is_said_of_other_ways_has_the_parameters_on_the_device(
     linked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_the_ops_that_make_up_most_are_timed_by_themselves(monkeypatch: pytest.M
     assert asked[1][1] == pytest.approx(sum(node_seconds(node, hardware("h100")) for node in nodes))
 
 
+@pytest.mark.slow
 def test_calibrated_plans_keep_the_budget() -> None:
     family = BY_NAME["unet"]
     plain = memopt.plan(family.make(), 1000, family.batch("usual"), optimizer=None, calibrate=True, precision="fp32")

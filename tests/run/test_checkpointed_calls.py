@@ -110,6 +110,7 @@ def train(
     return peaks, losses, {name: value.clone() for name, value in model.state_dict().items()}, model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_it_trains_bitwise_within_a_budget_that_no_plan_of_its_regions_meets() -> None:
     peaks, losses, trained, plain = train()
@@ -250,6 +251,7 @@ def routed(budget_bytes: float) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_the_smallest_budget_that_a_refusal_names_serves_the_same_call() -> None:
     """Small enough for the tolerance to matter."""

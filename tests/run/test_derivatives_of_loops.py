@@ -96,6 +96,7 @@ def trained(loss_of: Callable[[nn.Module], Tensor], budget: float | None = None)
     return losses, peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "share", [pytest.param(0.4, marks=pytest.mark.slow), 0.7, pytest.param(0.9, marks=pytest.mark.slow)]
 )
@@ -151,6 +152,7 @@ def test_a_step_of_larger_sizes_is_warned_of_where_it_goes_on_beyond_the_budget(
         step(3 * ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_of", [equation, penalty, regularised_beside_its_loss, scores])
 def test_a_named_budget_works(loss_of: Callable[[nn.Module], Tensor]) -> None:
     _, plain_peaks = trained(loss_of)

@@ -58,6 +58,7 @@ def train(share: float = 0, most: float = 0) -> tuple[list[int], list[float], nn
     return peaks, losses, model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_adversarial_examples_are_made_within_the_budget() -> None:
     peaks, losses, _ = train()

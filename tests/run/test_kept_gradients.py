@@ -48,6 +48,7 @@ def steps(budget_gb: float, times: int = 3) -> tuple[Tasks, list[int]]:
     return model, peaks
 
 
+@pytest.mark.slow
 def test_kept_gradients_do_not_exceed_the_budget_of_a_plain_step() -> None:
     _, plain = steps(1)
     budget = max(plain) / 2**30 * 0.95
@@ -60,6 +61,7 @@ def test_kept_gradients_do_not_exceed_the_budget_of_a_plain_step() -> None:
     assert max(peaks) <= budget * 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.plans_always
 def test_plans_leave_room_for_kept_gradients() -> None:
     model, _ = steps(1)

@@ -70,6 +70,7 @@ def named_gb(budget_gb: float, *, breaks: str) -> float:
     return float(round_up(refused.value.smallest_gb))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", ["", "once", "in a loop"])
 def test_the_named_budget_has_room_for_the_outputs_of_the_step_before(breaks: str) -> None:
     budget_gb = named_gb(0.004, breaks=breaks)
@@ -77,6 +78,7 @@ def test_the_named_budget_has_room_for_the_outputs_of_the_step_before(breaks: st
     assert budget_gb * GIB <= 1.05 * max(peaks(None, breaks=breaks))
 
 
+@pytest.mark.slow
 def test_a_plain_step_fits_with_the_outputs_of_the_step_before() -> None:
     plain = peaks(None)
     assert plain[1] > plain[0]

@@ -55,6 +55,7 @@ def train(budget_gb: float) -> int:
     return done
 
 
+@pytest.mark.slow
 def test_a_budget_named_in_mid_run_serves_calls_with_other_arguments_that_came_before() -> None:
     model, few = Tasks().train(), {"small": torch.rand(512, 4)}
     with pytest.raises(memopt.BudgetError) as for_few:
@@ -103,6 +104,7 @@ def train_with_centers(budget_gb: float | None) -> int:
     return peak.bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_a_named_budget_has_room_for_the_gradients_of_parameters_that_the_optimizer_steps_beside_the_model() -> None:
     plain = train_with_centers(None)
@@ -132,6 +134,7 @@ def train_on_two_losses(budget_gb: float | None) -> int:
     return peak.bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_a_budget_named_for_a_graph_that_is_kept_works_and_is_about_what_the_plain_step_takes() -> None:
     plain = train_on_two_losses(None)
@@ -202,6 +205,7 @@ def train_on_graphs(budget_gb: float | None) -> int:
     return peak.bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_a_step_on_sparse_tensors_that_cannot_be_captured_is_named_about_what_the_plain_step_takes(
     monkeypatch: pytest.MonkeyPatch,
@@ -257,6 +261,7 @@ class Pooled(nn.Module):
         return self.layers(x)[:, :2].mean(0, keepdim=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_a_loss_on_a_few_numbers_does_not_raise_the_budget_that_is_named_for_a_larger_batch() -> None:
     """It holds many times the bytes of these numbers, which are few nevertheless."""

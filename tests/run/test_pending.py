@@ -146,6 +146,7 @@ class _Skip(nn.Module):
         return (self.parts[2](second) * first).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_gradients_on_their_way_to_a_region_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of what the last region of three takes from the first one is there while the second one runs."""

@@ -30,6 +30,7 @@ class Model(nn.Module):
         return x.new_zeros(graphs, 32).index_add(0, graph, self.layers(x)).square().mean()
 
 
+@pytest.mark.slow
 def test_sizes_that_no_margin_fits_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each larger batch was tried with a margin, and refused with advice that nobody read; the last batch of an epoch,
     of another number of graphs, made a plan for its own few rows, after which every other one was planned again."""

@@ -113,6 +113,7 @@ def differentiate_two_losses(made: torch.Tensor) -> None:
     second.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.plans_always
 @pytest.mark.usefixtures("counted")
 def test_outputs_that_a_loop_keeps_are_named_and_end_no_training() -> None:
@@ -124,6 +125,7 @@ def test_outputs_that_a_loop_keeps_are_named_and_end_no_training() -> None:
     assert max(peaks) <= budget_gb * 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.plans_always
 @pytest.mark.usefixtures("counted")
 def test_a_step_whose_backward_keeps_its_graph_is_planned_so_from_then_on() -> None:

@@ -22,6 +22,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_the_state_of_a_replaced_optimizer_is_freed(kind: type[torch.optim.Optimizer]) -> None:
     model, x = layers(), torch.randn(512, 64)

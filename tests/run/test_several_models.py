@@ -140,6 +140,7 @@ def test_a_budget_that_is_named_for_a_gradient_penalty_works(
 
 
 # In `make test` one loop stands for all: the others take up to a minute each.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name == "encoder_and_decoder" else slow(name) for name in LOOPS])
 def test_steps_that_no_meter_watches(name: str) -> None:
     """The bytes on the CPU are read from `malloc` then."""
@@ -211,6 +212,7 @@ class WithTrunk(nn.Module):
         return self.head(features)
 
 
+@pytest.mark.slow
 def test_another_model_is_not_planned_beside_gradients_that_never_come() -> None:
     peaks: dict[float, list[int]] = {}
 

@@ -58,6 +58,7 @@ class Recurrent(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.slow
 def test_a_size_that_tracing_unrolls_is_planned_for_as_it_is() -> None:
     lengths, trained = (11, 13, 9, 13), []
     for optimized in (False, True):

@@ -69,6 +69,7 @@ def train(
     return model, peaks, losses, states
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_they_run_with_checkpoints_or_plain_to_the_bit_and_within_the_budget() -> None:
     sizes = (32, 32, 24, 32, 8, 24)
@@ -84,6 +85,7 @@ def test_they_run_with_checkpoints_or_plain_to_the_bit_and_within_the_budget() -
     assert memopt.plan_of(model).budget_bytes == int(budget)
 
 
+@pytest.mark.slow
 def test_those_of_a_batch_that_was_planned_ahead_do_so_too() -> None:
     _, peaks, losses, _ = train((32, 24))
     _, _, own_losses, states = train((32, 24, 8), 0.5 * max(peaks), example_inputs=(DATA[:32],))
@@ -91,6 +93,7 @@ def test_those_of_a_batch_that_was_planned_ahead_do_so_too() -> None:
     assert own_losses[:2] == losses
 
 
+@pytest.mark.slow
 def test_they_are_planned_once_they_have_lost_as_much_time_as_that_takes() -> None:
     _, peaks, *_ = train((32, 24))
     budget = 0.5 * max(peaks)
@@ -116,6 +119,7 @@ def _by_attribute(block: Block, x: torch.Tensor) -> None:
     block.dropout.seen = block.dropout.seen + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [_by_global, _by_attribute])
 def test_code_that_changes_objects_runs_once(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     forward = Block.forward
@@ -133,6 +137,7 @@ def test_code_that_changes_objects_runs_once(monkeypatch: pytest.MonkeyPatch, ch
     assert own_losses == losses
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("share", [0.4, 0.45])
 def test_to_try_whether_checkpoints_fit_exceeds_no_budget(share: float) -> None:
@@ -142,12 +147,14 @@ def test_to_try_whether_checkpoints_fit_exceeds_no_budget(share: float) -> None:
     assert max(own_peaks) <= share * max(peaks)
 
 
+@pytest.mark.slow
 def test_larger_ones_are_planned() -> None:
     _, peaks, *_ = train((32,))
     *_, states = train((24, 32, 24), 0.5 * max(peaks))
     assert states[1:] == [memopt.State.PLANNED] * 2
 
 
+@pytest.mark.slow
 def test_where_plans_are_wanted_always_they_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_PLAN", "always")
     _, peaks, *_ = train((32,))
@@ -155,6 +162,7 @@ def test_where_plans_are_wanted_always_they_are_planned(monkeypatch: pytest.Monk
     assert states == [memopt.State.PLANNED] * 2
 
 
+@pytest.mark.slow
 def test_their_plan_begins_with_the_levers_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_PLAN", "always")
     tried: list[Rewriting] = []

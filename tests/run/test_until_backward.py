@@ -83,6 +83,7 @@ def steps(
     return losses, peaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_of", "returned"), [*map(slow, (classes, pairs, several), (500, 64, 500)), (three, 500)])
 def test_a_loss_outside_of_the_model_is_in_the_budget(
     loss_of: Loss, returned: int, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +100,7 @@ def test_a_loss_outside_of_the_model_is_in_the_budget(
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_of", "returned"), [slow(classes, 1000), (pairs, 64), slow(several, 500)])
 def test_a_loss_that_a_meter_read_is_in_the_budget(loss_of: Loss, returned: int) -> None:
     expected, plain = steps(model(returned), loss_of, freed_at_the_end=True)
@@ -163,6 +165,7 @@ def test_torchs_own_function_is_back_once_the_backward_was_seen() -> None:
     assert torch.autograd._engine_run_backward is own
 
 
+@pytest.mark.slow
 def test_what_appears_in_the_first_step_may_take_the_place_of_the_optimizers_state() -> None:
     """What the caller's code makes and keeps until the backward, as a teacher's answers."""
 
@@ -195,6 +198,7 @@ def test_what_appears_in_the_first_step_may_take_the_place_of_the_optimizers_sta
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.plans_always
 @pytest.mark.parametrize("stays", [True, False])
 def test_what_appears_and_stays_is_counted_once(stays: bool) -> None:
@@ -216,6 +220,7 @@ def test_what_appears_and_stays_is_counted_once(stays: bool) -> None:
     assert all(nbytes < 1 << 17 if stays else nbytes >= 1 << 20 for nbytes in later[1:]), later
 
 
+@pytest.mark.slow
 def test_the_first_step_leaves_room_for_a_teacher() -> None:
     """What runs before the first backward is not known, but that there is another model which may."""
 
@@ -281,6 +286,7 @@ def test_a_refusal_names_room_for_the_largest_batch_that_was_seen() -> None:
     assert len(train(works)) == 5
 
 
+@pytest.mark.slow
 def test_a_large_value_that_a_hook_keeps_is_no_growth_of_a_small_output() -> None:
     """The plan's backward begins with gradients of both, the loop is given the small one alone."""
     net, kept = model(4), list[torch.Tensor]()
@@ -335,6 +341,7 @@ class Loss32(nn.Module):
         return classes(self.layers(x)) if self.loss_inside else self.layers(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_inside", [False, True])
 def test_gradients_of_penalties_on_weights_are_in_the_budget(loss_inside: bool) -> None:
     """They wait in autograd's buffers until the model's backward has computed the others."""
@@ -390,6 +397,7 @@ class Twofold(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 6])
 def test_what_other_methods_of_the_model_save_is_named_before_the_first_step(steps: int) -> None:
     """The first step exceeded its budget, and no word was said. More than the budget is refused, less is a warning."""
