@@ -111,7 +111,6 @@ def models() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.plans_always
 @pytest.mark.parametrize("name", [name if name == "llama" else slow(name) for name in models()])
 def test_masks_that_mask_nothing_and_others_train_bitwise_in_turn(name: str) -> None:
@@ -150,7 +149,6 @@ def test_a_mask_that_masks_nothing_takes_no_memory() -> None:
     assert "attn_mask" not in code
 
 
-@pytest.mark.slow
 @pytest.mark.plans_always
 def test_hidden_states_are_collected_in_one_region_from_the_first_forward_on() -> None:
     """transformers installs the hooks that collect them in the first forward that asks, behind a lock."""

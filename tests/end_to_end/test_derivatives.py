@@ -64,7 +64,6 @@ def test_forces_are_bitwise_those_of_the_plain_model(kind: type[nn.Module]) -> N
 SIZES = (40, 200), (50, 260), (30, 120), (47, 233)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, slow(4)])
 def test_molecules_of_changing_sizes(count: int) -> None:
     model = SchNet()

@@ -125,7 +125,6 @@ class OtherWay(Layered):
         return x
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 1, 0, 1), slow((1, 0, 1))])
 def test_a_way_that_was_not_planned_is_planned_when_it_comes(order: tuple[int, ...]) -> None:
     model, (x, labels) = make(OtherWay), batch()

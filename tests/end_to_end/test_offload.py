@@ -145,7 +145,6 @@ def optimised(linked: None) -> tuple[nn.Module, Any]:
     return model, batch()
 
 
-@pytest.mark.slow
 def test_two_forwards_before_a_backward(linked: None) -> None:
     """The second forward is planned beside what the first one holds, and so it offloads."""
     inputs, other = batch(), batch(seed=7)
@@ -211,7 +210,6 @@ def test_a_retained_graph_fetches_again(linked: None) -> None:
     assert host_memory("cpu").leased_bytes == 0
 
 
-@pytest.mark.slow
 def test_gradients_accumulate(linked: None) -> None:
     first, second = batch(), batch(seed=3)
     made = memopt.plan(make(), 1000, first, **BOTH)

@@ -38,7 +38,6 @@ pytestmark = [pytest.mark.plans_always, pytest.mark.usefixtures("linked")]  # th
 FAMILIES = [GPT2, LLAMA, EXPERTS, QWEN3_MOE]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, *map(slow, (0.0, 0.25, 0.5, 1.0))])
 @pytest.mark.parametrize(
     "family", [slow(GPT2), slow(LLAMA), EXPERTS, slow(QWEN3_MOE)], ids=lambda family: family.make.__name__

@@ -70,7 +70,6 @@ def test_the_peak_is_predicted_for_the_optimiser_that_is_there(fused: bool) -> N
     assert measured <= memopt.plan_of(model).predicted_peak_bytes <= 1.01 * measured
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("late", [slow(False), True])
 def test_a_loop_that_reads_logits_is_bitwise_the_plain_one(name: str, late: bool) -> None:

@@ -44,7 +44,6 @@ def preferring(policy: Any, reference: Any) -> Step:
     return step
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_chosen_and_rejected(told: bool) -> None:
     """A budget that is too tight for two forwards planned by themselves is kept once two are planned for."""

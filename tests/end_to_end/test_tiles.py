@@ -57,7 +57,6 @@ def test_forced(name: str, tiles: int) -> None:
     check(family, tiles, 1.05 * smallest)
 
 
-@pytest.mark.slow
 def test_two_blocks() -> None:
     """Within a budget that asks for nothing else."""
     check(SHORT["gpt2-sdpa"], 3, 1000)

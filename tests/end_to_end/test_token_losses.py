@@ -132,7 +132,6 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert error <= tolerance, f"the gradient of {name} differs by {error:.1e} of the largest"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["masked", *map(slow, ("GRPO", "z-loss", "DPO", "distilled"))])
 def test_fits_where_its_logits_do_not(loss: str) -> None:
     plain = train_step(make(loss), batch())

@@ -190,7 +190,6 @@ def test_bytes_are_told(make: Callable[..., optim.Optimizer]) -> None:
     assert measured <= found.after.total + activations <= 1.02 * measured
 
 
-@pytest.mark.slow
 def test_a_tied_gradient_waits_for_its_last_use() -> None:
     def loss(model: nn.Module) -> Any:
         return model(**text(8192, samples=1, length=4)).loss

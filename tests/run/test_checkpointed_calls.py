@@ -110,7 +110,6 @@ def train(
     return peaks, losses, {name: value.clone() for name, value in model.state_dict().items()}, model
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_it_trains_bitwise_within_a_budget_that_no_plan_of_its_regions_meets() -> None:
     peaks, losses, trained, plain = train()

@@ -148,7 +148,6 @@ QUICK = ("remembering", "forward")
 CASES = [(name, half) for name in MODELS for half in ("forward", "backward")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "half"), [case if case == QUICK else slow(*case) for case in CASES])
 def test_a_step_goes_on_as_if_nothing_had_happened_and_is_planned_tighter(name: str, half: str) -> None:
     undisturbed, losses, *_ = trained(MODELS[name], {})

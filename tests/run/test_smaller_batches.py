@@ -69,7 +69,6 @@ def train(
     return model, peaks, losses, states
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 def test_they_run_with_checkpoints_or_plain_to_the_bit_and_within_the_budget() -> None:
     sizes = (32, 32, 24, 32, 8, 24)
@@ -119,7 +118,6 @@ def _by_attribute(block: Block, x: torch.Tensor) -> None:
     block.dropout.seen = block.dropout.seen + 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", [_by_global, _by_attribute])
 def test_code_that_changes_objects_runs_once(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     forward = Block.forward

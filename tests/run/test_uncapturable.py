@@ -103,7 +103,6 @@ class GrowingWithState(Growing):
         return super().forward(self.drop(self.norm(x)))
 
 
-@pytest.mark.slow
 def test_a_forward_that_is_given_up_leaves_statistics_and_generators_as_they_were() -> None:
     model = memopt.optimize(GrowingWithState().train(), 1.0, **EXACT)
     buffers, state = [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
