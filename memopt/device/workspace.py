@@ -55,8 +55,8 @@ def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
 
     Args:
         node: a node of an ATen graph with `meta["val"]` on itself and its arguments.
-        device_type: "cpu" (measured by running the op where that is cheap) or a card's type (estimated).
-        chip: the chip of the card.
+        device_type: "cpu" (measured by running the op where that is cheap) or that of a card, "cuda" (estimated).
+        chip: the card's multiprocessors, on which some workspaces depend.
     """
     call = op_call(node)
     return 0 if call is None else call_workspace_bytes(call, device_type, chip)

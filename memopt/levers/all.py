@@ -109,7 +109,8 @@ def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
 
 
 def recompute_note(allow: Collection[str]) -> tuple[str, ...]:
-    """A sentence for plans and errors if `allow` does not contain "recompute"; otherwise an empty tuple."""
+    """For plans and errors: a sentence that `allow` leaves out "recompute", and which `allow` would keep the default
+    levers; an empty tuple where it is not left out."""
     if RECOMPUTE.name in allow:
         return ()
     return (f"{RECOMPUTE_LEFT_OUT}; to keep the default levers, give {allow_with(allow)}",)

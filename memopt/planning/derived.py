@@ -1,6 +1,6 @@
 """Plans that are derived from other plans: for a forward while other forwards wait for their backward, for a step with
-further regions, and with bytes left free for the steps of other models. `StepBytes` has the bytes of a step by which
-the bytes to leave free are decided."""
+further regions, and with bytes left free for the steps of other models. `StepBytes` has the bytes of a step, from which
+follows how many bytes other plans must leave free."""
 
 from __future__ import annotations
 

@@ -625,7 +625,7 @@ class Session:
 
     def take_over(self) -> None:
         """Replace the model's call. Later plans use the levers on the optimizer that the latest plan uses, and no
-        others; none if there is no plan yet.
+        others; if there is no plan yet, they use none.
 
         If the user compiles the model, torch.compile breaks its graph at this call, which then runs as planned."""
         for calls in self.kinds:

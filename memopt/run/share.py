@@ -77,7 +77,8 @@ class Share:
 
     @property
     def found(self) -> Elsewhere:
-        """What the latest search of the device found outside of the step."""
+        """The bytes on the device that do not belong to the step, by kind, as the latest search through Python's
+        objects found them."""
         return self.entry.found
 
     @property
