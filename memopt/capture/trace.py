@@ -34,13 +34,14 @@ _Trace = TypeVar("_Trace", "AotTrace", "InductorTrace")
 
 @dataclass(frozen=True)
 class InductorTrace:
-    """What inductor makes of a region before it partitions it."""
+    """A region as inductor has traced it, before its joint graph is cut into forward and backward."""
 
     module: fx.GraphModule | None
     """The joint graph after inductor's decompositions and passes; None for a region without gradients."""
     forward_outputs: int
     """The number of outputs of the forward, which come first among the outputs of the joint graph."""
     inputs: InputUse
+    """Which of its inputs the region writes to, and which it only reads."""
 
 
 def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> InductorTrace:

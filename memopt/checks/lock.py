@@ -139,8 +139,8 @@ class LockCheck:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """What has changed since the lock: packages with other versions, and files of the user's with other contents,
-        new in the step, or no longer part of it."""
+        """What has changed since the lock: versions of packages, and the user's own files whose contents differ, that
+        are new in the step, or that are no longer part of it."""
         old, new = self.locked, self.now
         versions = (
             f"{name} {old.versions.get(name, 'none')} → {new.versions.get(name, 'none')}"
