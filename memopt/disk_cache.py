@@ -192,13 +192,10 @@ def _dataclass(kind: type[DataclassInstance], value: Any, place: str) -> Any:
 
 def _tuple(inner: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
     _check(isinstance(value, list), tuple, value, place)
-    if inner[-1] is Ellipsis:
-        return tuple(_read(inner[0], item, f"{place}[{number}]") for number, item in enumerate(value))
-    if len(inner) != len(value):
+    kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+    if len(kinds) != len(value):
         raise ValueError(f"{place} must have {len(inner)} items, not {len(value)}")
-    return tuple(
-        _read(one, item, f"{place}[{number}]") for number, (one, item) in enumerate(zip(inner, value, strict=True))
-    )
+    return tuple(_read(kind, item, f"{place}[{at}]") for at, (kind, item) in enumerate(zip(kinds, value, strict=True)))
 
 
 @lru_cache(maxsize=64)

@@ -21,10 +21,9 @@ _KINDS: tuple[type, ...] = torch.Tensor, torch.optim.Optimizer, _Mark
 
 
 def live_objects(*kinds: type) -> list[Any]:
-    """The objects of these classes, or of classes derived from them, that Python's garbage collector tracks. For
-    tensors and optimizers, calls after the first rarely go through all objects of the process."""
-    known = all(issubclass(kind, _KINDS) for kind in kinds)
-    return _of(kinds, _old.with_young() if known else gc.get_objects())
+    """The objects of these classes (tensors, optimizers), or of classes derived from them, that Python's garbage
+    collector tracks. Calls after the first rarely go through all objects of the process."""
+    return _of(kinds, _old.with_young())
 
 
 def _of(kinds: tuple[type, ...], candidates: Iterable[Any]) -> list[Any]:
@@ -68,9 +67,8 @@ class _OldObjects:
             if self._before_collection not in gc.callbacks:
                 gc.callbacks.append(self._before_collection)
             found, frozen = self._now(), gc.get_freeze_count()
-            if (
-                self._mark is None or id(self._mark) not in found or frozen != self._frozen
-            ):  # gc.freeze() and gc.unfreeze() move objects, too
+            # gc.freeze() and gc.unfreeze() move objects, too
+            if self._mark is None or id(self._mark) not in found or frozen != self._frozen:
                 found = {id(one): one for one in _of(_KINDS, gc.get_objects())}
             self._known, self._mark, self._frozen = list(map(weakref.ref, found.values())), _Mark(), frozen
             return list(found.values())

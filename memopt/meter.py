@@ -15,10 +15,9 @@ from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import plain_tensors
 from memopt.compat.tensors import is_wrapper, special_kind, storages_of
 from memopt.device.devices import DEVICES, device_in_use, device_of
+from memopt.errors import GIB
 from memopt.live_objects import live_objects
 from passes.ops.offload_ops import host_memory
-
-GB = 1024**3
 
 
 class PeakMeter:
@@ -45,18 +44,19 @@ class PeakMeter:
     @property
     def gb(self) -> float:
         """`bytes` in GB of 1024³."""
-        return self.bytes / GB
+        return self.bytes / GIB
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that were allocated when the block was entered."""
-        self._check_ended()
-        return self._resident
+        return self.bytes - self.allocated_bytes
 
     @property
     def allocated_bytes(self) -> int:
         """The most bytes that the block held at once beyond `resident_bytes`, at least 0."""
-        return self._check_ended()
+        if self._allocated is None:
+            raise RuntimeError("the peak is known once the `with memopt.measure_peak()` block has ended")
+        return self._allocated
 
     listeners: ClassVar[list[Callable[[Sequence[int]], None]]] = []
     """Functions that are called when the block of a meter of the CPU ends, with its events in order: bytes allocated,
@@ -83,16 +83,19 @@ class PeakMeter:
             raise RuntimeError("this meter has been used: measure_peak() makes a new one for each block")
         kind = device_of(self.device)
         if kind.caching:
-            _begin_counted(self.device)
+            with _lock:
+                if self.device in _counted:
+                    raise RuntimeError(
+                        f"memory cannot be metered here: another memopt meter is active on {self.device}; end its "
+                        "block first"
+                    )
+                _counted.add(self.device)
             self._resident = kind.allocated_bytes(self.device)
             kind.reset_peak(self.device)
             return self
-        blocks = resident_cpu_blocks()
         events, self._thread = MemoryEvents(), threading.get_ident()
-        events.start()
+        blocks = start_with_resident(events)
         self._events = events
-        for address, nbytes in blocks.items():
-            events.declare(address, nbytes)
         events.since_last()
         self._resident, self._blocks = sum(blocks.values()), len(blocks)
         self._now = self._resident
@@ -117,11 +120,6 @@ class PeakMeter:
         else:
             _counted.discard(self.device)
         self._allocated = max(0, device_of(self.device).peak_bytes(self.device) - self._resident)
-
-    def _check_ended(self) -> int:
-        if self._allocated is None:
-            raise RuntimeError("the peak is known once the `with memopt.measure_peak()` block has ended")
-        return self._allocated
 
     def __repr__(self) -> str:
         if self._allocated is None:
@@ -161,6 +159,16 @@ def resident_cpu_blocks() -> dict[int, int]:
     Fake and meta tensors hold none. Tensor subclasses are counted by the tensors inside them.
     """
     return blocks_of(live_objects(torch.Tensor), HOST)
+
+
+def start_with_resident(events: MemoryEvents) -> dict[int, int]:
+    """Start to record events, the first of which are those of the CPU memory blocks that Python's tensors now hold.
+    Returns these blocks. Raises `RuntimeError` if a profiler is active in this thread."""
+    blocks = resident_cpu_blocks()
+    events.start()
+    for address, nbytes in blocks.items():
+        events.declare(address, nbytes)
+    return blocks
 
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
@@ -240,15 +248,6 @@ _counted: set[torch.device] = set()
 """The devices whose allocator's statistics a meter reads now. A second meter on a device would reset those of the
 first."""
 _lock = threading.Lock()
-
-
-def _begin_counted(device: torch.device) -> None:
-    with _lock:
-        if device in _counted:
-            raise RuntimeError(
-                f"memory cannot be metered here: another memopt meter is active on {device}; end its block first"
-            )
-        _counted.add(device)
 
 
 def _meter_device(device: torch.device | str | int | None) -> torch.device:

@@ -15,7 +15,6 @@ from memopt.compat.host import HOST, is_on_host
 from memopt.compat.tensors import has_no_storage, is_wrapper, same_bits, set_values, special_kind, with_memory
 from memopt.device.devices import device_of
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NEVER = -1
 """A version that no tensor has."""
 _COPIED_BYTES = 64 * 1024
@@ -112,13 +111,13 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that returns a copy of the tensor's present values, as `apart` does. The copy becomes a tensor only
     then: a meter would count a tensor."""
-    bits, dtype = _BITS.get(tensor.itemsize), tensor.dtype
-    if not (has_version(tensor) and is_on_host(tensor)) or bits is None or tensor.is_conj() or tensor.is_neg():
+    dtype, plain = tensor.dtype, has_version(tensor) and is_on_host(tensor)
+    if not plain or tensor.itemsize > 8 or tensor.is_conj() or tensor.is_neg():
         copy = on_host(tensor)
         return lambda: copy
     array = np.empty(tensor.shape, f"i{tensor.itemsize}")
-    # Not by `tensor.numpy()`, after which the tensor could no longer be resized.
-    torch.from_numpy(array).copy_(tensor.detach().view(bits))
+    bits = torch.from_numpy(array)
+    bits.copy_(tensor.detach().view(bits.dtype))  # not by `numpy()`, after which the tensor could not be resized
     return lambda: torch.from_numpy(array).view(dtype)
 
 

@@ -46,26 +46,19 @@ class Attributes:
     Values that are written in place are not restored; for what `tensors` yields, `values_restored` does that."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = {id(vars(one)): vars(one) for one in model.modules()}
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found.values()]
-        held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
-        cached = cached_parametrizations()
-        held[id(cached)] = cached
-        self._contents = [(container, container.copy()) for container in held.values()]
-        values = {id(value): value for table, _ in self._tables for value in table.values()}
-        values |= {
-            id(value): value
-            for forward in {type(one).forward for one in model.modules()}
-            for value in _named_in(forward)
-        }
-        self._generators = [(one, state_of(one)) for one in values.values() if isinstance(one, GENERATORS)]
+        tables = list({id(vars(one)): vars(one) for one in model.modules()}.values())
+        values = {id(value): value for table in tables for value in table.values()}
+        held = [value for value in values.values() if type(value) in _CONTAINERS]
+        forwards = {type(one).forward for one in model.modules()}
+        values |= {id(value): value for forward in forwards for value in _named_in(forward)}
+        self._own = {id(table[name]) for table in tables for name in ("_parameters", "_buffers") if name in table}
+        self._contents: Contents = [(one, one.copy()) for one in (*tables, *held, cached_parametrizations())]
+        self._generators: Contents = [(one, state_of(one)) for one in values.values() if isinstance(one, GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields the tensors among the attributes and their elements, without parameters, buffers and tensor
         subclasses."""
-        tables = [values for _, values in self._tables]
-        own = {id(table[name]) for table in tables for name in ("_parameters", "_buffers") if name in table}
-        for values in (*tables, *(values for container, values in self._contents if id(container) not in own)):
+        for values in (values for container, values in self._contents if id(container) not in self._own):
             for value in values.values() if isinstance(values, dict) else values:
                 if type(value) is torch.Tensor:
                     yield value
@@ -73,20 +66,18 @@ class Attributes:
     def have_changed(self) -> bool:
         """Whether an attribute of a module, or an element of one of its containers, was set, added or deleted since
         this object was made. Objects are compared by identity, so that values written in place do not count."""
-        tables = [(table, values) for table, values in self._tables]
-        tables += [(container, values) for container, values in self._contents if isinstance(container, dict)]
-        others = [(container, values) for container, values in self._contents if not isinstance(container, dict)]
-        same = all(now.keys() == then.keys() and all(map(is_, now.values(), then.values())) for now, then in tables)
-        return not (same and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in others))
+        return not all(_same(now, then) for now, then in self._contents)
 
     def restore(self) -> None:
         """Set all attributes, elements and generators to what they were when this object was made."""
-        for table, values in self._tables:
-            table.clear()
-            table.update(values)
-        refill(self._contents)
-        for generator, state in self._generators:
-            set_state(generator, state)
+        refill(self._contents + self._generators)
+
+
+def _same(now: Any, then: Any) -> bool:
+    """Whether a container has the keys and, by identity, the elements of `then`."""
+    if isinstance(now, dict):
+        return now.keys() == then.keys() and all(map(is_, now.values(), then.values()))
+    return len(now) == len(then) and all(map(is_, now, then))
 
 
 def _named_in(function: Any) -> Iterator[Any]:
