@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 
 FAILED, BAD_USAGE, DOES_NOT_FIT = 1, 2, 3
@@ -54,10 +55,8 @@ def _failure(error: Exception) -> tuple[int, str]:
 def _raised_by_memopt(error: Exception) -> bool:
     """Whether memopt itself raised the error, so that its message is a sentence for users; False if a library or the
     model's own code raised it."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__", "")).startswith("memopt.")
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
+    return bool(names) and names[-1].startswith("memopt.")
 
 
 def one_line(error: BaseException) -> str:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from memopt.planning.options import PlanOptions
 
 
-PRECISIONS = ("auto", "fp32", "bf16", "fp16", "search")
-
-
 def _among(names: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
     """For completion in the shell, a function that returns those of `names` that begin with what was typed."""
     return lambda _context, _parameter, typed: [name for name in names if name.startswith(typed.lower())]
@@ -82,7 +79,9 @@ _ARGUMENTS = (
         help="GB of host memory that the plan may use. Without --allow, frozen parameters may lie there too "
         "(offload_parameters), with the backend aten.",
     ),
-    click.option("--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True),
+    click.option(
+        "--precision", type=click.Choice(("auto", "fp32", "bf16", "fp16", "search")), default="auto", show_default=True
+    ),
     click.option(
         "--optimizer", default="adamw", metavar="NAME", show_default=True, shell_complete=_among(OPTIMIZERS),
         help="A name of torch.optim, or none.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -46,7 +47,7 @@ def max_batch(job: Job, multiple_of: int, at_most: int | None, max_added_time: f
     batch = first.sizes[0]
 
     def sized(shape: Shape, size: int) -> Shape:
-        return shape.with_sizes((size, *shape.sizes[1:])) if shape.sizes[:1] == (batch,) else shape
+        return replace(shape, sizes=(size, *shape.sizes[1:])) if shape.sizes[:1] == (batch,) else shape
 
     limits = {"multiple_of": multiple_of, "at_most": at_most, "max_added_time": max_added_time}
     _show_largest(job, prepared, "batch", sized, memopt.max_batch, limits, "the search ends at --at-most; more may fit")
@@ -75,7 +76,7 @@ def max_length(job: Job, multiple_of: int, at_most: int | None, max_added_time: 
 
     def sized(shape: Shape, size: int) -> Shape:
         """The shape with the length replaced by `size`, in each dimension but the first: a mask may have it twice."""
-        return shape.with_sizes((*shape.sizes[:1], *(size if one == length else one for one in shape.sizes[1:])))
+        return replace(shape, sizes=(*shape.sizes[:1], *(size if one == length else one for one in shape.sizes[1:])))
 
     capped = "--at-most asks for no more"
     if at_most is None:

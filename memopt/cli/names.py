@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from memopt.cli.early import HERE, gigabytes, known_card
 from memopt.cli.failures import UsageError, one_line
 from memopt.cli.huggingface import architecture
+from memopt.cli.shapes import needed
 from memopt.compat.host import HOST
 from memopt.device import device_here, hardware, hardware_of
 from memopt.errors import GIB
@@ -68,9 +70,7 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a function in C without a signature
         return
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [one for one in parameters if one.default is one.empty and one.kind not in optional]
-    if missing := [one.name for one in needed if one.name not in values]:
+    if missing := [name for name in needed(parameters) if name not in values]:
         give = " ".join(f"--set {argument}=VALUE" for argument in missing)
         raise UsageError(f"{name} needs {', '.join(map(repr, missing))}; give it with {give}")
 
@@ -96,9 +96,7 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
             # within a module that has no `config`, by which PEFT would find stacked experts
             inject_adapter_in_model(config, nn.Sequential(model.to(dtype)), low_cpu_mem_usage=True)
         if getattr(getattr(model, "config", None), "use_cache", False):
-            model.config.use_cache = (
-                False  # as a Trainer has it; else the step returns the keys and values of all layers
-            )
+            model.config.use_cache = False  # as a Trainer has it; else the step returns all layers' keys and values
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -170,12 +168,12 @@ def _load_file(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path, loader=_SourceLoader(path.stem, str(path)))
+    loader = _SourceLoader(path.stem, str(path))
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # classes of the file are looked up by the name of their module
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
 
 
@@ -223,11 +221,9 @@ def _as_usage_error(sentence: str) -> Iterator[None]:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        line = error.__traceback__
-        while line is not None and line.tb_next is not None:
-            line = line.tb_next
-        file = Path(line.tb_frame.f_code.co_filename) if line else Path(__file__)
-        place = f" (line {line.tb_lineno} of {file.name})" if line and file != Path(__file__) else ""
+        *_, (frame, line) = walk_tb(error.__traceback__)
+        file = Path(frame.f_code.co_filename)
+        place = f" (line {line} of {file.name})" if file != Path(__file__) else ""
         raise UsageError(sentence.replace("%s", one_line(error)) + place) from error
 
 

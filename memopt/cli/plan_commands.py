@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,20 +68,56 @@ def explain(job: Job, op: str | None) -> None:
       memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5
       memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5 --op h.0.attn.c_proj
     """
-    from memopt.cli.explained import explain_file
     from memopt.cli.kept import planned
     from memopt.show.op_story import story_of
 
-    if explain_file(job, op):
+    if _explain_file(job, op):
         return
     found = planned(job)
-    plan, graph = found.plan, found.details.graph
+    plan, graph = found.plan, found.graph
     if op is not None:
         figures, tables = story_of(graph, op, plan.hardware)
         answer(job, figures, *tables)
     else:
         figures = {**plan_figures(plan), "levers_in_use": _lever_figures(plan)}
         answer(job, figures, *_explained(plan, graph))
+
+
+def _explain_file(job: Job, op: str | None) -> bool:
+    """Explain the file that `job` names in place of a model, if it is a saved plan or a snapshot of torch's memory
+    history; returns whether it is. `op` is the value of --op, which a file does not allow.
+
+    Raises `PlanFileError` and `SnapshotError` for a damaged file, and `UsageError` where the file does not exist or
+    options are given that apply to models only."""
+    from memopt.planning.plan import Plan
+    from memopt.show.memory_history import history_parts, read_history
+    from memopt.show.report import parts
+
+    path = Path(job.model)
+    is_plan = path.suffix == ".json" and _is_plan(path)
+    if not is_plan and path.suffix not in (".pickle", ".pkl"):
+        return False
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    if op is not None or replace(job, json=False, debug=False) != Job(job.model):
+        raise UsageError(f"{path} is shown as it is, not planned again: leave out all options but --json")
+    if is_plan:
+        plan = Plan.load(path)
+        answer(job, plan_figures(plan), *parts(plan, columns()))
+    else:
+        history = read_history(path)
+        figures = {**asdict(history), "rows": history.rows, "advice": history.advice}
+        answer(job, figures, *history_parts(history, job.model))
+    return True
+
+
+def _is_plan(path: Path) -> bool:
+    """Whether a JSON file is a saved plan, rather than the configuration of a model."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and "format" in values
 
 
 def _explained(plan: Plan, graph: DiGraph) -> list[RenderableType]:
@@ -179,8 +216,8 @@ def report(job: Job, to: str, frontier: int | None, cards: bool) -> None:
     from memopt.cli.kept import planned
 
     found = planned(job)
-    curve = None if frontier is None else found.live().frontier(frontier)
-    found.report(to, curve, found.live().cards() if cards else ())
+    curve = None if frontier is None else found.live.frontier(frontier)
+    found.report(to, curve, found.live.cards() if cards else ())
     _show_file(job, found.plan, to, {"page": to})
 
 

@@ -42,10 +42,6 @@ class Shape:
             return torch.randn(self.sizes, device=device).to(self.dtype)
         return torch.randint(0, 2 if self.dtype is torch.bool else below, self.sizes, device=device).to(self.dtype)
 
-    def with_sizes(self, sizes: tuple[int, ...]) -> Shape:
-        """An input of the same dtype with other sizes."""
-        return Shape(sizes, self.dtype)
-
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.sizes))}:{str(self.dtype).removeprefix('torch.')}"
 
@@ -118,10 +114,8 @@ def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
     given, and, if no shapes are given, for a model whose inputs are not known.
     """
     parameters = inspect.signature(model.forward).parameters
-    # The keywords that models of transformers take are for their kernels, and no inputs.
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and not hasattr(
-        model, "main_input_name"
-    )
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any &= not hasattr(model, "main_input_name")  # models of transformers take keywords for their kernels
     for name in given:
         if not name.isdigit() and name != "target" and name not in parameters and not takes_any:
             raise UsageError(f"{type(model).__name__} takes no {name!r}; its forward takes {', '.join(parameters)}")
@@ -132,7 +126,7 @@ def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
     for name in ("labels", "start_positions", "end_positions"):
         if name in parameters and name not in shapes and (labels := _labels(model, name, shapes)) is not None:
             shapes[name] = labels
-    missing = [name for name in _needed(parameters.values()) if name not in shapes]
+    missing = [name for name in needed(parameters.values()) if name not in shapes]
     if missing:
         give = " ".join(f"--shape {name}=SIZES:DTYPE" for name in missing)
         raise UsageError(f"the forward of {type(model).__name__} also needs {', '.join(missing)}; give {give}")
@@ -147,19 +141,16 @@ def _check_positional(model: nn.Module, given: int) -> None:
         raise UsageError(
             f"the forward of {type(model).__name__} takes {len(taken)} inputs at most ({', '.join(taken)}), not {given}"
         )
-    missing = [name for name in _needed(parameters) if name not in taken[:given]]
+    missing = [name for name in needed(parameters) if name not in taken[:given]]
     if missing:
-        needed = f"the forward of {type(model).__name__} also needs {', '.join(missing)}"
-        raise UsageError(f"{needed}; give --shape once for each, in order")
+        told = f"the forward of {type(model).__name__} also needs {', '.join(missing)}"
+        raise UsageError(f"{told}; give --shape once for each, in order")
 
 
-def _needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
+def needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
     """The names of the parameters without which a function cannot be called."""
-    return [
-        one.name
-        for one in parameters
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
+    named = (one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    return [one.name for one in named if one.default is one.empty]
 
 
 def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, int]:
@@ -170,10 +161,8 @@ def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, i
     classes = getattr(config, "num_labels", None) or 2
     highest = dict.fromkeys(shapes, 2)
     for name, shape in shapes.items():
-        if name.endswith("input_ids") or (name == "labels" and len(shape.sizes) == 2):
-            highest[name] = vocabulary
-        elif name == "labels":
-            highest[name] = classes
+        if name.endswith("input_ids") or name == "labels":
+            highest[name] = classes if name == "labels" and len(shape.sizes) != 2 else vocabulary
     return highest
 
 

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memopt.show.report import new_table
+from memopt.terminal import Column, RenderableType
+from memopt.units import size
+
 _GAPS = 0.1
 """Gaps between blocks get a row if they are more than this share of the reserved bytes."""
 _GAPS_ROW = "gaps between blocks"
@@ -50,6 +54,10 @@ _ADVICE = {
     "torch.cuda.memory._record_memory_history() before the model is built to see them apart",
     _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer gaps; a plan counts those that are left",
 }
+
+
+_LINES = 15
+"""The most lines of code that `history_parts` lists."""
 
 
 class SnapshotError(ValueError):
@@ -144,6 +152,34 @@ def read_history(path: str | Path) -> MemoryHistory:
     except (Exception, RecursionError) as error:  # a file that is no snapshot can fail in any way
         text = f"{type(error).__name__}: {str(error)[:80]}"
         raise SnapshotError(f"{path} is no snapshot of torch.cuda.memory._dump_snapshot ({text})") from None
+
+
+def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
+    """A report on what filled the card, as sentences and tables: its bytes by kind of memory, then by function and line
+    of code; and what memopt would do about each kind. `path` is the file's, for the text."""
+    end = f"{size(history.allocated_bytes)} allocated of the {size(history.reserved_bytes)} that torch had reserved"
+    if history.missing_bytes is not None:
+        end = f"an allocation of {size(history.missing_bytes)} failed, with {size(history.free_bytes)} free and {end}"
+    whole = sum(history.rows.values()) or 1
+    rows = new_table("What filled the card", "row", right=("bytes", "share"))
+    for row, nbytes in history.rows.items():
+        rows.add_row(row, size(nbytes), f"{nbytes / whole:.0%}")
+    shown = history.held[:_LINES]
+    headers = Column("function and line", overflow="fold", min_width=20), Column("row", overflow="fold")
+    title = f"The lines of code that allocated most of these bytes ({len(shown)} of {len(history.held)})"
+    lines = new_table(title, *headers, right=("blocks", "bytes"))
+    for one in shown:
+        lines.add_row(one.place or "(no line outside of torch)", one.row, str(one.blocks), size(one.nbytes))
+    advice = [f"{row}: {text}" for row, text in history.advice.items()]
+    plan = f"what that saves and costs: memopt plan MODEL --budget-gb GB, where MODEL is the model that {path} is of"
+    return [
+        f"GPU {history.device}: at most {size(history.peak_bytes)} allocated at once; at the end {end}",
+        rows,
+        lines,
+        "What memopt would do about each row",
+        *advice,
+        plan,
+    ]
 
 
 Block = tuple[int, str, list[Mapping[str, Any]]]
