@@ -56,15 +56,18 @@ def edges(memory: StepMemory) -> list[float]:
     return [*(one.start for one in memory.evaluations), end, end * (1 + _OPTIMIZER_SHARE)]
 
 
+def end_of(step: Step) -> float:
+    """The seconds that the time axis of a step spans, as planned and with nothing recomputed."""
+    return max(edges(step.planned)[-1], edges(step.plain)[-1])
+
+
 def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
     """For each of `count` columns of equal width from 0 to `end` seconds, the index of the moment with the most bytes
     in it; None for columns after the step."""
     at: list[int | None] = [None] * count
-    begins = edges(memory)
+    places = [min(count - 1, int(second / end * count)) for second in edges(memory)]
     for moment, live in enumerate(memory.live_bytes):
-        first = min(count - 1, int(begins[moment] / end * count))
-        last = min(count - 1, int(begins[moment + 1] / end * count))
-        for column in range(first, last + 1):
+        for column in range(places[moment], places[moment + 1] + 1):
             other = at[column]
             if other is None or live > memory.live_bytes[other]:
                 at[column] = moment
@@ -88,9 +91,12 @@ def heart(plan: Plan, step: Step | None) -> str:
     """A plan as a piece of HTML for notebooks: headline, a bar for the peak with nothing recomputed and one for the
     planned peak, and, where a `step` is given, its memory over time."""
     used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
-    used |= set(_found(step)) if step is not None else set()
+    picture = ""
+    if step is not None:
+        found = bands(step.planned, columns(step.planned, _COLUMNS, end_of(step)))
+        used |= set(found)
+        picture = _picture(plan, step, found)
     keys = "".join(f'<span><i style="background:{COLOURS[band]}"></i>{band}</span>' for band in COLOURS if band in used)
-    picture = _picture(plan, step) if step is not None else ""
     return (
         f'<div class="memopt-heart"><style>{_STYLE}</style><p>{escape(headline(plan))}</p>'
         f'{_bars(plan)}<div class="keys">{keys}</div>{picture}</div>'
@@ -114,13 +120,13 @@ def _bars(plan: Plan) -> str:
     return text
 
 
-def _picture(plan: Plan, step: Step) -> str:
-    """The planned memory over the step as bands, the memory with nothing recomputed as a line, and the budget, as
-    SVG."""
-    end = _end(step)
+def _picture(plan: Plan, step: Step, found: Mapping[str, Sequence[int]]) -> str:
+    """The planned memory over the step as the bands `found`, the memory with nothing recomputed as a line, and the
+    budget, as SVG."""
     most = 1.06 * max(step.plain.peak_bytes, step.planned.peak_bytes)
-    areas = "".join(_areas(_found(step), most))
-    line = _line(step.plain, end, most)
+    moments = enumerate(columns(step.plain, _COLUMNS, end_of(step)))
+    points = [(at, step.plain.live_bytes[moment]) for at, moment in moments if moment is not None]
+    line = f"M0 {_y(points[0][1], most)}{_stairs(points, most, 1)}"
     limit = ""
     if plan.budget_bytes <= most:
         up = _y(plan.budget_bytes, most)
@@ -129,17 +135,10 @@ def _picture(plan: Plan, step: Step) -> str:
             f'<text x="{_WIDTH}" y="{up - 4:.1f}" text-anchor="end">budget {size(plan.budget_bytes)}</text>'
         )
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over the step">{areas}'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over the step">'
+        f'{"".join(_areas(found, most))}'
         f'<path d="{line}" fill="none" stroke="currentColor" stroke-width="1.2"/>{limit}</svg>'
     )
-
-
-def _end(step: Step) -> float:
-    return max(edges(step.planned)[-1], edges(step.plain)[-1])
-
-
-def _found(step: Step) -> dict[str, list[int]]:
-    return bands(step.planned, columns(step.planned, _COLUMNS, _end(step)))
 
 
 def _areas(found: Mapping[str, Sequence[int]], most: float) -> Iterator[str]:
@@ -150,12 +149,6 @@ def _areas(found: Mapping[str, Sequence[int]], most: float) -> Iterator[str]:
         there, back = _stairs(list(enumerate(top)), most, 1), _stairs(list(enumerate(base))[::-1], most, 0)
         yield f'<path d="M0 {_y(top[0], most)}{there}{back}Z" fill="{COLOURS[band]}"><title>{band}</title></path>'
         base = top
-
-
-def _line(memory: StepMemory, end: float, most: float) -> str:
-    moments = enumerate(columns(memory, _COLUMNS, end))
-    points = [(at, memory.live_bytes[moment]) for at, moment in moments if moment is not None]
-    return f"M0 {_y(points[0][1], most)}{_stairs(points, most, 1)}"
 
 
 def _stairs(points: Sequence[tuple[int, int]], most: float, side: int) -> str:

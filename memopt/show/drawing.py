@@ -101,9 +101,9 @@ def place(
         text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
         extent = text.get_window_extent(renderer)
         box, distance = room.best(point, extent.width, extent.height)
-        room.written.append(_padded(box, _PADDING * extent.height))
-        x, y = to_data.transform((box[0], box[1]))
-        text.set_position((x, y))
+        by = _PADDING * extent.height
+        room.written.append((box[0] - by, box[1] - by, box[2] + by, box[3] + by))
+        text.set_position(tuple(to_data.transform(box[:2])))
         text.set_verticalalignment("bottom")
         if distance > _LEADS:
             across, up = zip((label.x, label.y), to_data.transform(_nearest(box, point)), strict=True)
@@ -135,7 +135,9 @@ class _Room:
 
     def _is_free(self, box: Box, point: Point, distance: float) -> bool:
         """Whether a label in the box covers nothing and would not be taken for that of another point."""
-        if not _contains(self.inside, box) or self._covers(box):
+        left, bottom, right, top = self.inside
+        inside = left <= box[0] and bottom <= box[1] and box[2] <= right and box[3] <= top
+        if not inside or self._covers(box):
             return False
         if distance > _LEADS:
             lead = [_around(x, y, 1.0) for x, y in _along(point, _nearest(box, point))]
@@ -161,10 +163,6 @@ def _nearest(box: Box, point: Point) -> Point:
     return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
 
 
-def _padded(box: Box, by: float) -> Box:
-    return box[0] - by, box[1] - by, box[2] + by, box[3] + by
-
-
 def _around(x: float, y: float, radius: float) -> Box:
     return (x - radius, y - radius, x + radius, y + radius)
 
@@ -180,7 +178,3 @@ def _common(a: Box, b: Box) -> float:
     """The area, in pixels, that two boxes have in common."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     return width * height if width > 0 and height > 0 else 0.0
-
-
-def _contains(outer: Box, inner: Box) -> bool:
-    return outer[0] <= inner[0] and outer[1] <= inner[1] and inner[2] <= outer[2] and inner[3] <= outer[3]

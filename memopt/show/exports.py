@@ -17,14 +17,10 @@ from memopt.units import duration, micros, size
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-FORMATS: tuple[Format, ...] = get_args(Format)
+_FORMATS: tuple[Format, ...] = get_args(Format)
 _BY_NAME: dict[str, Format] = {
-    ".pickle": "snapshot",
-    ".pkl": "snapshot",
-    ".json": "trace",
-    ".dot": "dot",
-    ".gv": "dot",
-}
+    ".pickle": "snapshot", ".pkl": "snapshot", ".json": "trace", ".dot": "dot", ".gv": "dot",
+}  # fmt: skip
 # The highest protocol that the visualiser reads.
 _PROTOCOL = 4
 _OPERATORS, _MODULES, _OUT, _BACK = 1, 2, 3, 4
@@ -49,10 +45,9 @@ def format_of(path: Path, given: str | None) -> Format:
         if path.suffix.lower() not in _BY_NAME:
             raise ValueError(f"no format goes with the name {path.name!r}: end it in {', '.join(_BY_NAME)}")
         return _BY_NAME[path.suffix.lower()]
-    for one in FORMATS:
-        if given == one:
-            return one
-    raise ValueError(f"there is no format {given!r}; choose one of {', '.join(FORMATS)}")
+    if given not in _FORMATS:
+        raise ValueError(f"there is no format {given!r}; choose one of {', '.join(_FORMATS)}")
+    return given
 
 
 def write_export(path: Path, given: str | None, step: Callable[[], Step], graph: Callable[[], DiGraph]) -> None:
@@ -82,27 +77,17 @@ def chrome_trace(step: Step) -> dict[str, Any]:
 
 
 def _events(step: Step, memory: StepMemory) -> Iterator[Event]:
-    yield from _operators(step, memory)
+    for moment, now in enumerate(memory.evaluations):
+        op = step.ops[now.op]
+        half = "recomputed" if now.again else "forward" if moment < memory.boundary else "backward"
+        facts = {name: getattr(op, name) for name in ("operator", "module", "value", "fate", "source")}
+        facts |= {"bytes": op.nbytes, "live bytes": memory.live_bytes[moment]}
+        yield _slice(op.name, half, _OPERATORS, now.start, now.start + op.seconds, facts)
     yield from _modules(step, memory)
     for copy in memory.copies:
         track = _OUT if copy.out else _BACK
         yield _slice(step.ops[copy.op].name, "copy", track, copy.start, copy.end, {"bytes": copy.nbytes})
     yield from _counters(memory)
-
-
-def _operators(step: Step, memory: StepMemory) -> Iterator[Event]:
-    for moment, now in enumerate(memory.evaluations):
-        op = step.ops[now.op]
-        half = "recomputed" if now.again else "forward" if moment < memory.boundary else "backward"
-        facts: dict[str, Any] = {
-            "operator": op.operator,
-            "module": op.module,
-            "value": op.value,
-            "fate": op.fate,
-            "source": op.source,
-        }
-        facts = {**facts, "bytes": op.nbytes, "live bytes": memory.live_bytes[moment]}
-        yield _slice(op.name, half, _OPERATORS, now.start, now.start + op.seconds, facts)
 
 
 def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
@@ -135,11 +120,10 @@ def _counters(memory: StepMemory) -> Iterator[Event]:
     resident = (row for row, nbytes in memory.resident.items() if nbytes > 0)
     kinds = dict.fromkeys([*resident, *(kept.kind for kept in memory.ranges), WORKSPACE])
     *during, at_end = memory.held()
-    for now, rows in zip(memory.evaluations, during, strict=True):
-        held = {kind: rows.get(kind, 0) for kind in kinds}
-        yield {"ph": "C", "name": "memory", "ts": micros(now.start), "args": held}
-    at_end = {**dict.fromkeys(kinds, 0), **at_end}
-    yield {"ph": "C", "name": "memory", "ts": micros(memory.seconds), "args": at_end}
+    held = [{kind: rows.get(kind, 0) for kind in kinds} for rows in during]
+    starts = (*(now.start for now in memory.evaluations), memory.seconds)
+    for start, rows in zip(starts, (*held, {**dict.fromkeys(kinds, 0), **at_end}), strict=True):
+        yield {"ph": "C", "name": "memory", "ts": micros(start), "args": rows}
 
 
 def _slice(name: str, category: str, track: int, start: float, end: float, facts: dict[str, Any]) -> Event:
@@ -163,7 +147,8 @@ def _lines(graph: DiGraph) -> Iterator[str]:
     for name, facts in graph.nodes(data=True):
         if facts["fate"] not in _LEFT_OUT:
             colour = _COLOURS.get(facts["fate"], "#ffffff")
-            yield f'  "{_escaped(name)}" [label="{_label(name, facts)}", fillcolor="{colour}"{_source(facts)}];'
+            source = f', tooltip="{_escaped(facts["source"])}"' if facts["source"] else ""
+            yield f'  "{_escaped(name)}" [label="{_label(name, facts)}", fillcolor="{colour}"{source}];'
     for reader, makers in _makers(graph).items():
         if graph.nodes[reader]["fate"] not in _LEFT_OUT:
             yield from (f'  "{_escaped(maker)}" -> "{_escaped(reader)}";' for maker in makers)
@@ -193,10 +178,6 @@ def _label(name: str, facts: dict[str, Any]) -> str:
     told = "".join(f"{key}: {_escaped(value)}\\l" for key, value in rows.items() if value)
     operator = _escaped(facts["operator"].removesuffix(".default") or kind)
     return f"{{{_escaped(name)}|op_code={kind}\\l|{operator}\\l{told}}}"
-
-
-def _source(facts: dict[str, Any]) -> str:
-    return f', tooltip="{_escaped(facts["source"])}"' if facts["source"] else ""
 
 
 def _escaped(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memopt.errors import GIB
 from memopt.planning.plan import Plan
-from memopt.show.bands import COLOURS, band_of, bands, columns, edges
+from memopt.show.bands import COLOURS, band_of, bands, columns, edges, end_of
 from memopt.show.drawing import QUIET, new_figure, quiet_frame
 from memopt.show.step import Step, StepMemory
 from memopt.units import size
@@ -26,6 +26,8 @@ _WIDTH, _HEIGHT = 1000.0, 520.0
 _HEAD = 17.0
 _LETTER = 6.6  # the width of a letter of the labels
 _DEPTH = 3
+_TIMES = (1.0, "s"), (1e3, "ms"), (1e6, "µs")
+"""How many units of the time axis make a second, and their names."""
 Box = tuple[float, float, float, float]
 """Left, bottom, width and height."""
 
@@ -36,8 +38,9 @@ def timeline_figure(plan: Plan, step: Step) -> Figure:
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.075, right=0.98, bottom=0.22, top=0.87)
-    end = max(edges(step.planned)[-1], edges(step.plain)[-1])
-    x = [column / _COLUMNS * end * _scale(end)[0] for column in range(_COLUMNS)]
+    end = end_of(step)
+    scale, time_unit = next((one for one in _TIMES if end * one[0] >= 1), _TIMES[-1])
+    x = [column / _COLUMNS * end * scale for column in range(_COLUMNS)]
     unit, per_unit = ("GB", GIB) if step.plain.peak_bytes >= GIB else ("MB", 1024**2)
     _stack(axes, step.planned, x, end, per_unit)
     _line(axes, step.plain, x, end, per_unit)
@@ -46,17 +49,10 @@ def timeline_figure(plan: Plan, step: Step) -> Figure:
         axes.axhline(plan.budget_bytes / per_unit, color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)), label="budget")
         highest = max(highest, plan.budget_bytes)
     axes.set_ylim(0, 1.06 * highest / per_unit)
-    axes.set_xlim(0, end * _scale(end)[0])
-    _frame(figure, axes, plan, step, unit, _scale(end)[1])
-    _halves(axes, step.planned, _scale(end)[0])
+    axes.set_xlim(0, end * scale)
+    _frame(figure, axes, plan, step, unit, time_unit)
+    _halves(axes, step.planned, scale)
     return figure
-
-
-def _scale(end: float) -> tuple[float, str]:
-    """How many units of the time axis make a second, and the unit's name, for a step that ends at `end` seconds."""
-    return next(
-        ((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if end * scale >= 1), (1e6, "µs")
-    )
 
 
 def _stack(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit: float) -> None:
@@ -69,9 +65,8 @@ def _stack(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit:
 
 
 def _line(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit: float) -> None:
-    moments = columns(memory, _COLUMNS, end)
-    pairs = zip(x, moments, strict=True)
-    points = [(at, memory.live_bytes[moment] / per_unit) for at, moment in pairs if moment is not None]
+    moments = zip(x, columns(memory, _COLUMNS, end), strict=True)
+    points = [(at, memory.live_bytes[moment] / per_unit) for at, moment in moments if moment is not None]
     across, up = zip(*points, strict=True)
     axes.plot(across, up, color=_INK, linewidth=1.0, drawstyle="steps-post", label="nothing recomputed")
 
@@ -118,6 +113,8 @@ def treemap_figure(plan: Plan, step: Step, memory: StepMemory) -> Figure:
     """The bytes by module at the peak of `memory` (the step's planned or plain one), as a matplotlib figure. Raises
     `ModuleNotFoundError` without matplotlib."""
     figure = new_figure(9.0, 5.4)
+    from matplotlib.patches import Patch
+
     axes = figure.subplots()
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.1, top=0.9)
     axes.set_xlim(0, _WIDTH)
@@ -132,7 +129,8 @@ def treemap_figure(plan: Plan, step: Step, memory: StepMemory) -> Figure:
     figure.text(0.01, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
     told = f"{size(memory.peak_bytes)} at the peak {which}, by module"
     figure.text(0.99, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
-    _legend(figure, [band for band in COLOURS if band in used])
+    patches = [Patch(color=colour, label=band) for band, colour in COLOURS.items() if band in used]
+    figure.legend(handles=patches, loc="lower center", ncols=6, fontsize=8, frameon=False, handlelength=1.0)
     return figure
 
 
@@ -182,24 +180,17 @@ def _draw(axes: Axes, box: Box, module: _Module, band: str, depth: int) -> None:
     x, y, width, height = box
     if band:
         axes.add_patch(Rectangle((x, y), width, height, facecolor=COLOURS[band], edgecolor="white", linewidth=0.5))
-        label, room = band if not module.path else "", height
+        label = band if not module.path else ""
+    elif not _is_named(box, depth):
+        return
     else:
-        if not _is_named(box, depth):
-            return
         axes.add_patch(Rectangle((x, y), width, height, facecolor="#f1f3f5", edgecolor="white", linewidth=1.0))
-        label, room = (".".join(module.path.split(".")[-2:]) if depth else module.path), height
+        label = ".".join(module.path.split(".")[-2:]) if depth else module.path
     letters = int((width - 8) / _LETTER)
     whole = f"{label} {size(module.nbytes if not band else module.own[band])}"
     text = whole if len(whole) <= letters else label if len(label) <= letters else ""
-    if label and text and room > 14:
+    if label and text and height > 14:
         axes.text(x + 5, y + 12, text, fontsize=7.5, color=_INK)
-
-
-def _legend(figure: Figure, used: list[str]) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(color=COLOURS[band], label=band) for band in used]
-    figure.legend(handles=patches, loc="lower center", ncols=6, fontsize=8, frameon=False, handlelength=1.0)
 
 
 def squarify(areas: Sequence[float], box: Box) -> list[Box]:
@@ -230,8 +221,7 @@ def squarify(areas: Sequence[float], box: Box) -> list[Box]:
 
 def _worst(row: Sequence[float], side: float, scale: float) -> float:
     """The worst ratio of the sides of the rectangles of these areas, laid in a row along a side of the box."""
-    total = sum(row) * scale
-    square = side * side
-    return (
-        max(square * max(row) * scale / (total * total), total * total / (square * min(row) * scale)) if side else 0.0
-    )
+    if not side:
+        return 0.0
+    total, square = sum(row) * scale, side * side
+    return max(square * max(row) * scale / (total * total), total * total / (square * min(row) * scale))
