@@ -105,11 +105,8 @@ def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
 def _alive(memory: StepMemory) -> Counter[int]:
     """The bytes that are alive at a step's peak, by the number in `Step.ops` of the op that makes them."""
     held: Counter[int] = Counter()
-    for kept in memory.live(memory.peak):
-        held[kept.op] += kept.nbytes
-    if memory.peak < len(memory.evaluations):
-        now = memory.evaluations[memory.peak]
-        held[now.op] += now.workspace_bytes
+    for op, _, nbytes in memory.alive(memory.peak):
+        held[op] += nbytes
     return held
 
 

@@ -30,9 +30,9 @@ from memopt.planning.terms import ModelTerms, Situation
 from memopt.show.exports import write_export
 from memopt.show.op_story import told_graph
 from memopt.show.page import page, write_page
+from memopt.show.plan_diffs import diff_between, diff_of
 from memopt.show.step import Step
 from memopt.show.step_of_plan import step_of
-from memopt.show.views import diff_between, diff_of
 
 if TYPE_CHECKING:
     from networkx import DiGraph

@@ -11,6 +11,7 @@ from memopt.account.breakdown import FETCHED, GRADIENTS, OUTPUTS, RECOMPUTED, SA
 from memopt.planning.plan import Plan
 from memopt.show.report import headline
 from memopt.show.step import Step, StepMemory
+from memopt.show.step_of_plan import step_of
 from memopt.units import size
 
 OTHER = "other rows"
@@ -87,12 +88,13 @@ def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[i
     return {band: values for band, values in found.items() if any(value > 0 for value in values)}
 
 
-def heart(plan: Plan, step: Step | None) -> str:
+def notebook(plan: Plan) -> str:
     """A plan as a piece of HTML for notebooks: headline, a bar for the peak with nothing recomputed and one for the
-    planned peak, and, where a `step` is given, its memory over time."""
+    planned peak, and, where the plan has graphs, its memory over time."""
     used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
     picture = ""
-    if step is not None:
+    if plan.source is not None:
+        step = step_of(plan)
         found = bands(step.planned, columns(step.planned, _COLUMNS, end_of(step)))
         used |= set(found)
         picture = _picture(plan, step, found)
@@ -136,7 +138,7 @@ def _picture(plan: Plan, step: Step, found: Mapping[str, Sequence[int]]) -> str:
         )
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over the step">'
-        f'{"".join(_areas(found, most))}'
+        f"{''.join(_areas(found, most))}"
         f'<path d="{line}" fill="none" stroke="currentColor" stroke-width="1.2"/>{limit}</svg>'
     )
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 QUIET = "#6b6b6b"
 """The colour of axes and of remarks."""
-KINDS = (".svg", ".png", ".pdf")
+_KINDS = (".svg", ".png", ".pdf")
 Point = tuple[float, ...]
 Box = tuple[float, float, float, float]
 """Left, bottom, right, top in pixels."""
@@ -56,13 +56,14 @@ def quiet_frame(axes: Axes, font_size: float) -> None:
     axes.spines[["left", "bottom"]].set_color(QUIET)
 
 
-def write_figure(draw: Callable[[], Figure], path: Path) -> Figure:
-    """Draw a figure, write it to a file and return it. Raises `ValueError`, before it is drawn, for a file whose name
-    does not end in one of `KINDS`."""
-    if path.suffix.lower() not in KINDS:
-        raise ValueError(f"a picture is a file named *{', *'.join(KINDS)}, not {path.name!r}")
+def drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
+    """The figure that `draw` makes, also written to a file if `path` is given. Raises `ValueError`, before it is drawn,
+    for a file whose name does not end in one of `_KINDS`."""
+    if path is not None and Path(path).suffix.lower() not in _KINDS:
+        raise ValueError(f"a picture is a file named *{', *'.join(_KINDS)}, not {Path(path).name!r}")
     figure = draw()
-    figure.savefig(path)
+    if path is not None:
+        figure.savefig(path)
     return figure
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from memopt.account.breakdown import WORKSPACE
+from memopt.planning.plan import Plan
 from memopt.planning.plan_views import Format
 from memopt.show.memory_snapshot import memory_snapshot
 from memopt.show.step import Step, StepMemory
+from memopt.show.step_of_plan import step_of
 from memopt.units import duration, micros, size
 
 if TYPE_CHECKING:
@@ -48,6 +50,11 @@ def format_of(path: Path, given: str | None) -> Format:
     if given not in _FORMATS:
         raise ValueError(f"there is no format {given!r}; choose one of {', '.join(_FORMATS)}")
     return given
+
+
+def export(plan: Plan, path: str | Path, format: str | None) -> None:
+    """Write a plan's step to a file for another tool (`Plan.export`)."""
+    write_export(Path(path), format, lambda: step_of(plan), plan.networkx)
 
 
 def write_export(path: Path, given: str | None, step: Callable[[], Step], graph: Callable[[], DiGraph]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.errors import GIB
 from memopt.planning.frontier import Frontier, FrontierPoint, Recipe
-from memopt.show.drawing import QUIET, Label, new_figure, place, quiet_frame, write_figure
+from memopt.show.drawing import QUIET, Label, drawn, new_figure, place, quiet_frame
 from memopt.show.report import as_text, new_table
 from memopt.terminal import RenderableType, Table
 from memopt.units import duration, size
@@ -41,9 +41,8 @@ def parts(frontier: Frontier) -> list[RenderableType]:
 
 
 def _headline(frontier: Frontier) -> str:
-    plain, smallest, floor = (
-        size(round(gb * GIB)) for gb in (frontier.plain_gb, frontier.smallest_gb, frontier.floor_gb)
-    )
+    ends = frontier.plain_gb, frontier.smallest_gb, frontier.floor_gb
+    plain, smallest, floor = (size(round(gb * GIB)) for gb in ends)
     return (
         f"{frontier.model}, planned for {frontier.hardware}: from {plain} with nothing recomputed down to {smallest} "
         f"(no schedule that keeps the order of operators holds less than {floor}), added time as a share of "
@@ -53,7 +52,7 @@ def _headline(frontier: Frontier) -> str:
 
 def _curve_table(frontier: Frontier) -> Table:
     right = ("budget", "peak", "added time", "at least", "runs of an op")
-    table, shown = new_table("The least added time for each budget", right=right), sizes(frontier)
+    table, shown = new_table("The least added time for each budget", right=right), _sizes(frontier)
     table.add_column("method")
     for point in spread(frontier.points):
         table.add_row(
@@ -69,7 +68,7 @@ def _curve_table(frontier: Frontier) -> Table:
 
 def _recipe_table(frontier: Frontier) -> Table:
     table = new_table("Recipes, and memopt within the same peak", "recipe", right=("peak", "added time", "memopt"))
-    shown = sizes(frontier)
+    shown = _sizes(frontier)
     for recipe in frontier.recipes:
         ours = frontier.at(recipe.peak_gb).added_time
         table.add_row(recipe.name, shown(recipe.peak_gb), f"{recipe.added_time:.1%}", f"{ours:.1%}")
@@ -90,14 +89,14 @@ def spread(points: Sequence[FrontierPoint], most: int = ROWS) -> Sequence[Fronti
     return tuple(points[index] for index in sorted(chosen))
 
 
-def unit_of(frontier: Frontier) -> tuple[str, float]:
+def _unit_of(frontier: Frontier) -> tuple[str, float]:
     """The unit in which all sizes of the curve are shown, "GB" or "MB", and how many of it make a GB."""
     return ("GB", 1.0) if frontier.plain_gb >= 1 else ("MB", 1024.0)
 
 
-def sizes(frontier: Frontier) -> Callable[[float], str]:
+def _sizes(frontier: Frontier) -> Callable[[float], str]:
     """A function that formats GB in the curve's unit, with enough digits to tell its points apart."""
-    unit, scale = unit_of(frontier)
+    unit, scale = _unit_of(frontier)
     width = (frontier.plain_gb - frontier.smallest_gb) * scale
     digits = max(3 - math.floor(math.log10(width)), 0) if width else 3
     return lambda gb: f"{gb * scale:,.{digits}f} {unit}"
@@ -106,7 +105,7 @@ def sizes(frontier: Frontier) -> Callable[[float], str]:
 def draw(frontier: Frontier, path: Path) -> None:
     """Draw the curve of a frontier into a file. Raises `ValueError` for a file name that is not of a picture, and
     `ModuleNotFoundError` without matplotlib."""
-    write_figure(lambda: figure_of(frontier), path)
+    drawn(lambda: figure_of(frontier), path)
 
 
 def as_svg(frontier: Frontier) -> str | None:
@@ -125,7 +124,7 @@ def figure_of(frontier: Frontier) -> Figure:
     figure = new_figure(8.0, 5.0)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.085, right=0.97, bottom=0.11, top=0.83)
-    unit, scale = unit_of(frontier)
+    unit, scale = _unit_of(frontier)
     _frame(figure, axes, frontier, unit, scale)
     _ends(axes, frontier, scale)
     curve = _curve(axes, frontier, scale)
@@ -164,7 +163,7 @@ def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
         axes.text(
             gb * scale,
             1.015,
-            f"{name}: {sizes(frontier)(gb)}",
+            f"{name}: {_sizes(frontier)(gb)}",
             transform=axes.get_xaxis_transform(),
             horizontalalignment=align,
             verticalalignment="bottom",
@@ -207,11 +206,9 @@ def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
         if recipe.added_time > 0:
             axes.plot(*_spot(recipe, scale), color=_RECIPE, marker="o", markersize=5.0, zorder=5, clip_on=False)
             touched = (group for group in together if any(_touch(axes, recipe, other, scale) for other in group))
-            group = next(touched, None)
-            if group is None:
-                together.append([recipe])
-            else:
-                group.append(recipe)
+            if (group := next(touched, None)) is None:
+                together.append(group := [])
+            group.append(recipe)
     labels = [Label(named(group), *_spot(group[-1], scale), _RECIPE) for group in together]
     numbered = [label for label in labels if label.text[0].isdigit()]
     if numbered:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from memopt.account.breakdown import WORKSPACE
@@ -21,6 +21,8 @@ _PAGE = 2 * 1024**2
 _NAMED = frozenset({"parameters", "optimizer state", "gradients", "buffers", "inputs"})
 """Rows of the account that are categories in the snapshot. All others are "unknown", a category that the visualiser
 expects to find."""
+_NOTHING: dict[str, Any] = {"size": 0, "frames": []}
+"""What holds a free block."""
 
 
 def memory_snapshot(step: Step, memory: StepMemory) -> dict[str, Any]:
@@ -76,57 +78,38 @@ class _Recording:
             self._add("free_completed", block)
 
     def snapshot(self) -> dict[str, Any]:
-        """The events, and the segments as they are after them."""
-        starts, moved = self._layout()
+        """The events, and the segments as they are after them. Addresses are changed so that the segments follow each
+        other closely: the visualiser reads them as floating-point numbers, too coarse for the allocator's own."""
         owned = {block["addr"]: block for block in self._live.values()}
-        segments: dict[int, dict[str, Any]] = {}
+        starts: list[int] = []
+        """The allocator's addresses of the segments."""
+        segments: list[dict[str, Any]] = []
+        end, base = -1, _FIRST_ADDRESS
         for address, nbytes, free in sorted(self._allocator.blocks()):
-            start = starts[bisect_right(starts, address) - 1]
-            segment = segments.setdefault(start, _segment(moved(start)))
-            block = owned.get(address)
-            segment["blocks"].append(_block(moved(address), nbytes, block))
+            if address != end:
+                base += -(-segments[-1]["total_size"] // _PAGE) * _PAGE if segments else 0
+                starts.append(address)
+                segments.append(_segment(base))
+            segment, owner, end = segments[-1], owned.get(address, _NOTHING), address + nbytes
             segment["total_size"] += nbytes
             segment["allocated_size"] += 0 if free else nbytes
             segment["active_size"] = segment["allocated_size"]
-            segment["requested_size"] += block["size"] if block else 0
+            segment["requested_size"] += owner["size"]
+            block = {"address": base + address - starts[-1], "size": nbytes, "requested_size": owner["size"]}
+            state = "inactive" if owner is _NOTHING else "active_allocated"
+            segment["blocks"].append({**block, "state": state, "frames": owner["frames"]})
         for event in self.events:
-            event["addr"] = moved(event["addr"])
-        return {"segments": list(segments.values()), "device_traces": [self.events], "allocator_settings": {}}
+            at = bisect_right(starts, event["addr"]) - 1
+            event["addr"] += segments[at]["address"] - starts[at]
+        return {"segments": segments, "device_traces": [self.events], "allocator_settings": {}}
 
     def _add(self, action: str, block: dict[str, Any]) -> None:
         self.events.append({"action": action, **block, "time_us": self.micros})
-
-    def _layout(self) -> tuple[list[int], Callable[[int], int]]:
-        """The addresses at which the allocator's segments begin, and a function that maps addresses to others at which
-        the segments follow each other closely. The visualiser reads addresses as floating-point numbers, which are too
-        coarse for the allocator's own."""
-        starts: list[int] = []
-        bases: list[int] = []
-        end, base = -1, _FIRST_ADDRESS
-        for address, nbytes, _ in sorted(self._allocator.blocks()):
-            if address != end:
-                base += 0 if not starts else -(-(end - starts[-1]) // _PAGE) * _PAGE
-                starts.append(address)
-                bases.append(base)
-            end = address + nbytes
-
-        def moved(address: int) -> int:
-            at = bisect_right(starts, address) - 1
-            return bases[at] + address - starts[at]
-
-        return starts, moved
 
 
 def _segment(address: int) -> dict[str, Any]:
     sizes = dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), 0)
     return {"device": 0, "address": address, **sizes, "stream": 0, "segment_type": "large", "frames": [], "blocks": []}
-
-
-def _block(address: int, nbytes: int, owner: dict[str, Any] | None) -> dict[str, Any]:
-    state = "active_allocated" if owner else "inactive"
-    requested = owner["size"] if owner else 0
-    frames = owner["frames"] if owner else []
-    return {"address": address, "size": nbytes, "requested_size": requested, "state": state, "frames": frames}
 
 
 def _frames(step: Step, number: int) -> list[dict[str, Any]]:

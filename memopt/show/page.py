@@ -22,6 +22,7 @@ from memopt.show.diff_rows import Row
 from memopt.show.diff_text import facts_of, fold, label_of, module_of, names_of, title_of
 from memopt.show.report import AS_CAPTURED
 from memopt.show.step import WHY, Step, StepMemory, StepOp
+from memopt.show.step_of_plan import step_of
 from memopt.units import micros
 
 _Texts: TypeAlias = defaultdict[str, int]
@@ -31,6 +32,14 @@ _SCRIPTS = (
     "treemap", "frontier", "cards", "types", "diff", "story", "operators", "search", "start",
 )  # fmt: skip
 """The names of the scripts in the order in which they stand in the page. All others are defined before `start` runs."""
+
+
+def report(plan: Plan, path: str | Path, frontier: Frontier[Any] | None, cards: Sequence[OnCard]) -> None:
+    """Write the HTML page that `Plan.report` makes. That of a plan without graphs shows budget and `frontier` only."""
+    if plan.source is None:
+        write_page(Path(path), page(plan, frontier=frontier))
+    else:
+        write_page(Path(path), page(plan, step_of(plan), plan.diff(), plan.recipes(), frontier, cards))
 
 
 def write_page(path: Path, text: str) -> None:

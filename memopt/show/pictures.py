@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, band_of, bands, columns, edges, end_of
-from memopt.show.drawing import QUIET, new_figure, quiet_frame
+from memopt.show.drawing import QUIET, drawn, new_figure, quiet_frame
 from memopt.show.step import Step, StepMemory
+from memopt.show.step_of_plan import step_of
 from memopt.units import size
 
 if TYPE_CHECKING:
@@ -32,9 +34,18 @@ Box = tuple[float, float, float, float]
 """Left, bottom, width and height."""
 
 
-def timeline_figure(plan: Plan, step: Step) -> Figure:
-    """The memory over the step, planned and with nothing recomputed, as a matplotlib figure. Raises
-    `ModuleNotFoundError` without matplotlib."""
+def timeline(plan: Plan, path: str | Path | None) -> Figure:
+    """The figure of a plan's memory over the step (`Plan.plot_timeline`), also written to `path` if that is given."""
+    return drawn(lambda: _timeline(plan, step_of(plan)), path)
+
+
+def treemap(plan: Plan, path: str | Path | None, *, planned: bool) -> Figure:
+    """The figure of the bytes by module at the planned peak, or, without `planned`, at the peak with nothing recomputed
+    (`Plan.plot_treemap`), also written to `path` if that is given."""
+    return drawn(lambda: _treemap(plan, step_of(plan), planned=planned), path)
+
+
+def _timeline(plan: Plan, step: Step) -> Figure:
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.075, right=0.98, bottom=0.22, top=0.87)
@@ -109,9 +120,7 @@ class _Module:
         return self.own.total() + sum(part.nbytes for part in self.parts.values())
 
 
-def treemap_figure(plan: Plan, step: Step, memory: StepMemory) -> Figure:
-    """The bytes by module at the peak of `memory` (the step's planned or plain one), as a matplotlib figure. Raises
-    `ModuleNotFoundError` without matplotlib."""
+def _treemap(plan: Plan, step: Step, *, planned: bool) -> Figure:
     figure = new_figure(9.0, 5.4)
     from matplotlib.patches import Patch
 
@@ -120,12 +129,13 @@ def treemap_figure(plan: Plan, step: Step, memory: StepMemory) -> Figure:
     axes.set_xlim(0, _WIDTH)
     axes.set_ylim(_HEIGHT, 0)
     axes.set_axis_off()
+    memory = step.planned if planned else step.plain
     root = _tree(step.by_module(memory, memory.peak))
     used: set[str] = set()
     for box, module, band, depth in _boxes(root, (0.0, 0.0, _WIDTH, _HEIGHT), 0):
         _draw(axes, box, module, band, depth)
         used |= {band} - {""}
-    which = "as planned" if memory is step.planned else "with nothing recomputed"
+    which = "as planned" if planned else "with nothing recomputed"
     figure.text(0.01, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
     told = f"{size(memory.peak_bytes)} at the peak {which}, by module"
     figure.text(0.99, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")

@@ -18,7 +18,7 @@ from memopt.planning.schedule_parts import ModuleRow
 from memopt.terminal import Column, Console, RenderableType, Table
 from memopt.units import duration, size
 
-MODULE_ROWS = 60
+_MODULE_ROWS = 60
 AS_CAPTURED = "as captured"
 BRIEF_LINES = 40
 """The most lines that `print(plan)` takes."""
@@ -64,23 +64,19 @@ def _tables(
     plan: Plan, width: int, byte_rows: int | None = None, module_rows: int | None = None
 ) -> list[RenderableType]:
     """The headline and the tables, with at most `byte_rows` rows of bytes (None: all) and `module_rows` rows of modules
-    (None: `MODULE_ROWS`)."""
-    receipt = [receipt_table(plan)] if len(plan.receipt) > 1 else []
-    offloads = [_offload_line(plan)] if plan.moved_bytes else []
-    offloads += [_hosted_line(plan)] if plan.hosted_bytes else []
-    cluster = [] if plan.cluster is None else [_cluster_table(plan.cluster)]
-    kept = [_kept_line(plan)] if plan.kept else []
-    decisions = [_decisions_line(plan)] if plan.decisions else []
-    return [
+    (None: `_MODULE_ROWS`)."""
+    shown: list[RenderableType | None] = [
         headline(plan),
-        *offloads,
-        *kept,
-        *decisions,
-        *cluster,
+        _offload_line(plan) if plan.moved_bytes else None,
+        _hosted_line(plan) if plan.hosted_bytes else None,
+        _kept_line(plan) if plan.kept else None,
+        _decisions_line(plan) if plan.decisions else None,
+        _cluster_table(plan.cluster) if plan.cluster else None,
         bytes_table(plan, byte_rows),
-        *receipt,
+        receipt_table(plan) if len(plan.receipt) > 1 else None,
         _module_table(plan, width, module_rows),
     ]
+    return [part for part in shown if part is not None]
 
 
 def as_text(*parts: RenderableType, width: int = 110) -> str:
@@ -211,12 +207,11 @@ def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
     """A table with a row for each module, or each run of equal blocks, summed over submodules until there are at most
     `most` rows."""
     rows = alike(folded(plan.modules)) if most is None else alike(folded(plan.modules, most, runs=True))
-    wide = width >= _WIDE
+    wide, offloads = width >= _WIDE, bool(plan.moved_bytes)
     longest = max((len(row.path) for row, *_ in rows), default=0)
     module = Column("module", overflow="fold", min_width=min(longest, _MODULE_WIDTH))
-    offloads = bool(plan.moved_bytes)
-    counts = (["ops"], ["ops recomputed"]) if wide else ([], [])
-    right = (*counts[0], "saved", *["offloaded"] * offloads, *counts[1], "recomputed", "time", "added")
+    right = [*["ops"] * wide, "saved", *["offloaded"] * offloads, *["ops recomputed"] * wide]
+    right += ["recomputed", "time", "added"]
     table = new_table("What each module saves for the backward, and recomputes", module, right=right)
     for row, last, times in rows:
         others = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
@@ -247,7 +242,7 @@ def receipt_table(plan: Plan) -> Table:
     return table
 
 
-def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
+def folded(rows: Iterable[ModuleRow], most: int = _MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
     """The rows of modules, cut at one level of the module tree: rows of modules below that level are added to that of
     the module around them. The level is the deepest with at most `most` rows, or else the top one. With `runs`, equal
     rows in a sequence count as one (see `alike`)."""
@@ -281,19 +276,15 @@ def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
 def _siblings(a: ModuleRow, b: ModuleRow) -> bool:
     """Whether two rows are numbered elements of one list of modules with equal figures; times may differ by
     rounding."""
-    same_list = a.path.rpartition(".")[0] == b.path.rpartition(".")[0] and a.path[-1:].isdigit()
-    seconds = zip((a.seconds, a.added_seconds), (b.seconds, b.added_seconds), strict=True)
-    close = all(math.isclose(mine, theirs, rel_tol=1e-6) for mine, theirs in seconds)
-    return (
-        same_list
-        and close
-        and replace(a, path="", seconds=0, added_seconds=0) == replace(b, path="", seconds=0, added_seconds=0)
-    )
+    if a.path.rpartition(".")[0] != b.path.rpartition(".")[0] or not a.path[-1:].isdigit():
+        return False
+    times = ((a.seconds, b.seconds), (a.added_seconds, b.added_seconds))
+    close = all(math.isclose(mine, theirs, rel_tol=1e-6) for mine, theirs in times)
+    return close and a == replace(b, path=a.path, seconds=a.seconds, added_seconds=a.added_seconds)
 
 
 def _sum(a: ModuleRow, b: ModuleRow) -> ModuleRow:
-    names = [name for name in ModuleRow.__dataclass_fields__ if name != "path"]
-    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
+    return replace(a, **{name: value + getattr(b, name) for name, value in vars(a).items() if name != "path"})
 
 
 def _cluster_table(step: ClusterStep) -> Table:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from networkx import DiGraph
 
 
-def step_memory(
+def _memory(
     problem: RematProblem, schedule: Schedule, account: Account, numbers: Sequence[int], link: Link | None
 ) -> StepMemory:
     """The memory of a step that runs by `schedule`. `numbers` gives the index in `Step.ops` of each op of the problem;
@@ -35,7 +35,7 @@ def step_memory(
     times = time_line(problem, schedule, link or ANY_LINK)
     return StepMemory(
         resident={row: nbytes for row, nbytes in resident_rows(account).items() if nbytes},
-        evaluations=_evaluations(problem, schedule, numbers, times),
+        evaluations=tuple(_evaluations(problem, schedule, numbers, times)),
         boundary=forward_evaluations(problem, schedule),
         ranges=_ranges(problem, schedule, numbers),
         optimizer={row: nbytes for row, nbytes in optimizer_rows(account, problem.output_bytes).items() if nbytes},
@@ -46,22 +46,18 @@ def step_memory(
 
 def _evaluations(
     problem: RematProblem, schedule: Schedule, numbers: Sequence[int], times: TimeLine
-) -> tuple[Evaluation, ...]:
+) -> Iterator[Evaluation]:
     seen: set[int] = set()
-    made = []
     for op, start in zip(schedule.evaluations, times.starts, strict=True):
-        made.append(Evaluation(numbers[op], start, problem.ops[op].workspace_bytes, op in seen))
+        yield Evaluation(numbers[op], start, problem.ops[op].workspace_bytes, op in seen)
         seen.add(op)
-    return tuple(made)
 
 
 def _ranges(problem: RematProblem, schedule: Schedule, numbers: Sequence[int]) -> tuple[LiveRange, ...]:
     """The live ranges of all storages, several for one that is recomputed or fetched, in the order of their
     beginning."""
     evaluations = schedule.evaluations
-    first: dict[int, int] = {}
-    for position, op in enumerate(evaluations):
-        first.setdefault(op, position)
+    first = {op: position for position, op in reversed(list(enumerate(evaluations)))}
     found = []
     for storage, born, dies in lifetimes(problem, evaluations, schedule.offloads):
         maker = problem.producer[storage]
@@ -93,8 +89,8 @@ def step_of(plan: Plan) -> Step:
     numbers, seen_numbers = ([number[name] for name in op_names(captured, joined)] for joined in (plain, seen))
     return Step(
         ops,
-        step_memory(plain.problem, save_all, on_card(plain, save_all, plan.account), numbers, None),
-        step_memory(seen.problem, schedule, plan.account, seen_numbers, step.settings.link),
+        _memory(plain.problem, save_all, on_card(plain, save_all, plan.account), numbers, None),
+        _memory(seen.problem, schedule, plan.account, seen_numbers, step.settings.link),
         _parameters(captured),
         tuple(_types(captured)),
     )
@@ -107,7 +103,7 @@ def smallest_memory(plan: Plan, step: Step) -> StepMemory:
     number = {op.name: at for at, op in enumerate(step.ops)}
     numbers = [number[name] for name in op_names(priced.traced, joined)]
     schedule = joined.smallest.schedule
-    return step_memory(joined.problem, schedule, on_card(joined, schedule, plan.account), numbers, None)
+    return _memory(joined.problem, schedule, on_card(joined, schedule, plan.account), numbers, None)
 
 
 def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
@@ -116,16 +112,8 @@ def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
     of_region = [GraphFacts(region.module.graph, number) for number, region in enumerate(captured.regions)]
     nodes = {name: (of_region[number], node) for name, number, node in named_nodes(captured)}
     for name, given in graph.nodes(data=True):
-        op = StepOp(
-            name,
-            name,
-            given["half"],
-            given["module"],
-            given["fate"],
-            nbytes=given["bytes"],
-            seconds=given["seconds"],
-            recomputed=given["recomputed"],
-        )
+        told = {field: given[field] for field in ("half", "module", "fate", "seconds", "recomputed")}
+        op = StepOp(name, name, nbytes=given["bytes"], **told)
         if name in nodes:
             facts, node = nodes[name]
             source, code = facts.line(node)

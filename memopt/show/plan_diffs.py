@@ -1,64 +1,16 @@
-"""The page, the pictures, the exported files and the diff of a plan: see the methods of `memopt.Plan`."""
+"""What a plan changes in its captured step, and the changes that only one of two plans makes: see `Plan.diff`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
-from memopt.planning.cards import OnCard
 from memopt.planning.changes import KEPT, Change, GraphFacts, between
-from memopt.planning.frontier import Frontier
 from memopt.planning.plan import Plan
 from memopt.planning.plan_changes import pass_changes, schedule_changes
 from memopt.planning.plan_graphs import PlanDiff, StageDiff
-from memopt.planning.plan_views import Format
 from memopt.planning.priced_step import PricedStep, TracedStep
-from memopt.show.bands import heart
-from memopt.show.drawing import write_figure
-from memopt.show.exports import write_export
-from memopt.show.page import page, write_page
-from memopt.show.pictures import timeline_figure, treemap_figure
-from memopt.show.step_of_plan import step_of
 from memopt.units import size
 from passes import diff_graphs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def write_report(plan: Plan, path: Path, frontier: Frontier[Any] | None, cards: Sequence[OnCard]) -> None:
-    """Write the HTML page that `Plan.report` makes. That of a plan without graphs shows budget and `frontier` only."""
-    if plan.source is None:
-        write_page(path, page(plan, frontier=frontier))
-    else:
-        write_page(path, page(plan, step_of(plan), plan.diff(), plan.recipes(), frontier, cards))
-
-
-def export(plan: Plan, path: Path, format: Format | None) -> None:
-    """Write a plan's step to a file for another tool (`Plan.export`) in `format`, or in that of the name's ending."""
-    write_export(path, format, lambda: step_of(plan), plan.networkx)
-
-
-def timeline(plan: Plan, path: str | Path | None) -> Figure:
-    """The figure of a plan's memory over the step (`Plan.plot_timeline`), also written to `path` if that is given."""
-    return _drawn(lambda: timeline_figure(plan, step_of(plan)), path)
-
-
-def treemap(plan: Plan, path: str | Path | None, *, planned: bool) -> Figure:
-    """The figure of the bytes by module at the planned peak, or, without `planned`, at the peak with nothing recomputed
-    (`Plan.plot_treemap`), also written to `path` if that is given."""
-    step = step_of(plan)
-    return _drawn(lambda: treemap_figure(plan, step, step.planned if planned else step.plain), path)
-
-
-def notebook(plan: Plan) -> str:
-    """A plan as HTML for notebooks: headline, bars and memory over the step."""
-    return heart(plan, None if plan.source is None else step_of(plan))
-
-
-def _drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
-    return draw() if path is None else write_figure(draw, Path(path))
 
 
 def plan_diff(plan: Plan, step: PricedStep, *, order: bool) -> PlanDiff:
@@ -115,10 +67,8 @@ def plans_diff(plan: Plan, step: PricedStep, other: Plan, others: PricedStep, *,
 
 def _modules(captured: TracedStep) -> tuple[str, ...]:
     """The paths of all modules that call operators, in the order of the forward as its author wrote it."""
-    operators = (
-        region.operators.stages[0] for region in captured.regions if region.operators and region.operators.stages
-    )
-    graphs = (*operators, *(region.module for region in captured.regions))
+    graphs = [one.operators.stages[0] for one in captured.regions if one.operators and one.operators.stages]
+    graphs += [region.module for region in captured.regions]
     return tuple(dict.fromkeys(path for module in graphs for path in GraphFacts(module.graph, 0).modules))
 
 
