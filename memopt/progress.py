@@ -47,8 +47,8 @@ class _OfThread(threading.local):
 _own = _OfThread()
 _terminal = threading.Lock()
 """Held by the thread that has the progress line: a terminal has room for one."""
-_line_of: list[Callable[[str], None]] = []
-"""Functions that write lines about stages elsewhere than to the log; the last one is called."""
+_on_stderr: list[None] = []
+"""An element for each `lines_on_stderr` that is active."""
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def tell(text: str, level: int = logging.INFO) -> None:
     "memopt" is above `level`."""
     _log.log(level, "%s", text)
     heard = _log.hasHandlers() or _log.level > level or level < logging.INFO
-    if not (heard or _own.stages or _line_of or _console.is_terminal):
+    if not (heard or _own.stages or _on_stderr or _console.is_terminal):
         _print(text)
 
 
@@ -91,11 +91,11 @@ def tell(text: str, level: int = logging.INFO) -> None:
 def lines_on_stderr() -> Iterator[None]:
     """Context in which the lines about stages that the log gets at level INFO are also written to stderr, unless stderr
     is a terminal."""
-    _line_of.append(lambda text: None if _console.is_terminal else _print(text))
+    _on_stderr.append(None)
     try:
         yield
     finally:
-        _line_of.pop()
+        _on_stderr.pop()
 
 
 def _print(text: str) -> None:
@@ -129,8 +129,8 @@ def _leave_line(running: _Stage) -> None:
 
 def _write(text: str) -> None:
     _log.info("%s", text)
-    for write in _line_of[-1:]:
-        write(text)
+    if _on_stderr and not _console.is_terminal:
+        _print(text)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from memopt.training_state import TrainingState, containers_restored
 from memopt.units import size
 from passes.graphs.node_facts import backward_nodes
 
-REFERENCES = ("auto", "float64", "fp32")
+_REFERENCES = ("auto", "float64", "fp32")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ROUNDING = 1e-4
 """The largest relative error, of the loss and of all gradients as one vector, that `verify` accepts of a plan that
@@ -141,17 +141,15 @@ def _restored(model: nn.Module, call: Call) -> Iterator[None]:
 def _same(first: MeasuredStep, later: MeasuredStep) -> bool:
     """Whether two steps have bitwise the same gradients and buffers; also true where they ran with different loss
     scales."""
-    pairs = (([first.gradients], later.gradients), ([first.buffers], later.buffers))
-    return first.run.loss_scale != later.run.loss_scale or all(
-        found.bitwise for pair in pairs for found in differences_of(*pair)
-    )
+    found = (*differences_of([first.gradients], later.gradients), *differences_of([first.buffers], later.buffers))
+    return first.run.loss_scale != later.run.loss_scale or all(one.bitwise for one in found)
 
 
 def _checked(model: nn.Module, reference: str) -> Session:
     """The session of the model. Raises `ValueError` for an unknown `reference`, and where the model cannot be
     compared."""
-    if reference not in REFERENCES:
-        raise ValueError(f"reference must be one of {', '.join(map(repr, REFERENCES))}, not {reference!r}")
+    if reference not in _REFERENCES:
+        raise ValueError(f"reference must be one of {', '.join(map(repr, _REFERENCES))}, not {reference!r}")
     planned = optimised(model)
     for name, parameter in model.named_parameters():
         if post_accumulate_hooks(parameter):
@@ -228,7 +226,7 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
     """
     comparison = compare(model, batch, reference="fp32")
     accuracies = comparison.accuracies
-    if comparison.bitwise or accuracies is None or not math.isfinite(comparison.plain.loss):
+    if comparison.bitwise or not math.isfinite(comparison.plain.loss):
         return comparison
     planned = session_of(model)
     assert planned is not None, "memopt.compare has run the model, so it is an optimised one"
@@ -259,8 +257,8 @@ def _limit(comparison: Comparison, plan: Plan | None) -> float:
         return EIGHT_BITS
     if not comparison.autocast_dtype:
         return ROUNDING
-    autocast = comparison.accuracies.autocast if comparison.accuracies else None
-    return max(SIXTEEN_BITS, OF_AUTOCAST * max(autocast.gradient, autocast.loss) if autocast else SIXTEEN_BITS)
+    autocast = comparison.accuracies.autocast
+    return max(SIXTEEN_BITS, OF_AUTOCAST * max(autocast.gradient, autocast.loss) if autocast else 0.0)
 
 
 def _message(
@@ -294,12 +292,9 @@ def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tu
         known = joint.trace.region.parameter_ids if joint.trace is not None else {}
         of_node = {inputs[number]: parameters.get(parameter) for number, parameter in known.items()}
         backward = backward_nodes(joint.module.graph)
-        found: tuple[str, str] | None = None
-        for node in joint.module.graph.nodes:
-            for read in () if node in backward else node.all_input_nodes:
+        for node in reversed(joint.module.graph.nodes):
+            for read in () if node in backward else reversed(node.all_input_nodes):
                 if (name := of_node.get(read)) in names and name is not None:
                     line = source_line(node)
-                    found = name, f", which {node.target} reads" + (f" ({line})" if line else "")
-        if found is not None:
-            return found
+                    return name, f", which {node.target} reads" + (f" ({line})" if line else "")
     return None

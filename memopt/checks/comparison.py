@@ -17,7 +17,7 @@ from memopt.terminal import Column, Table
 from memopt.training_state import Tensors
 from memopt.units import duration, size
 
-WORST_ROWS = 10
+_WORST_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Comparison:
     buffers: tuple[Difference, ...]
     """The differences of the buffers after the step."""
     budget_bytes: int
+    accuracies: Accuracies
+    """The errors of each run against the reference, of its loss and of every gradient."""
     autocast: StepRun | None = None
     """The plain model under `torch.autocast` in the 16-bit dtype of the plan; None for fp32, or if it fails."""
     autocast_dtype: str = ""
     """"bf16" or "fp16"; empty without `autocast`."""
-    accuracies: Accuracies | None = None
-    """The errors of each run against the reference, of its loss and of every gradient."""
     notes: tuple[str, ...] = ()
     """Remarks on the runs, such as one that could not be made, and why."""
 
@@ -132,9 +132,7 @@ class Comparison:
         )
         parts: list[str | Table] = [self._verdict(len(differing)), self._runs_table()]
         if differing:
-            parts.append(_differences_table(differing))
-        if differing and self.accuracies is not None:
-            parts.append(_gradients_table(self.accuracies, self._columns))
+            parts += [_differences_table(differing), _gradients_table(self.accuracies, self._columns)]
         return as_text(*parts, *(f"note: {note}" for note in self.notes))
 
     def _repr_html_(self) -> str:
@@ -157,30 +155,29 @@ class Comparison:
     def _columns(self) -> tuple[tuple[str, StepRun, Accuracy | None], ...]:
         """Title, run and accuracy of each run that was made."""
         known = self.accuracies
-        runs = [
-            ("plain", self.plain, known.plain if known else None),
-            (f"torch.autocast {self.autocast_dtype}", self.autocast, known.autocast if known else None),
-            ("optimised", self.optimized, known.optimized if known else None),
-        ]
+        runs = (
+            ("plain", self.plain, known.plain),
+            (f"torch.autocast {self.autocast_dtype}", self.autocast, known.autocast),
+            ("optimised", self.optimized, known.optimized),
+        )
         return tuple((title, run, accuracy) for title, run, accuracy in runs if run is not None)
 
     def _runs_table(self) -> Table:
         columns, known = self._columns, self.accuracies
-        exact = [known] if known is not None and known.reference == "float64" else []  # has a column of its own
-        right = (*(reference.reference for reference in exact), *(title for title, *_ in columns))
+        exact = known.reference == "float64"  # has a column of its own
+        right = (*["float64"] * exact, *(title for title, *_ in columns))
         table = new_table("One forward and backward", "", right=right)
 
         def add(title: str, cells: Iterable[str], first: str = "") -> None:
-            table.add_row(title, *(first for _ in exact), *cells)
+            table.add_row(title, *[first] * exact, *cells)
 
         runs = [run for _, run, _ in columns]
-        add("loss", (f"{run.loss:.9g}" for run in runs), *(f"{reference.loss:.9g}" for reference in exact))
-        if known is not None:
-            accuracies = [accuracy for *_, accuracy in columns]
-            add("loss error", (f"{accuracy.loss:.2e}" if accuracy else "–" for accuracy in accuracies))
-            add("gradient error", (f"{accuracy.gradient:.2e}" if accuracy else "–" for accuracy in accuracies))
-            worst = (accuracy.worst if accuracy else None for accuracy in accuracies)
-            add("  of the worst parameter", (f"{error.relative:.2e}" if error else "–" for error in worst))
+        add("loss", (f"{run.loss:.9g}" for run in runs), f"{known.loss:.9g}")
+        accuracies = [accuracy for *_, accuracy in columns]
+        add("loss error", (f"{accuracy.loss:.2e}" if accuracy else "–" for accuracy in accuracies))
+        add("gradient error", (f"{accuracy.gradient:.2e}" if accuracy else "–" for accuracy in accuracies))
+        worst = (accuracy.worst if accuracy else None for accuracy in accuracies)
+        add("  of the worst parameter", (f"{error.relative:.2e}" if error else "–" for error in worst))
         if any(run.loss_scale != 1 for run in runs):
             add("loss scale", (f"{run.loss_scale:g}" for run in runs))
         add("peak, measured", (size(run.peak_bytes) for run in runs))
@@ -195,7 +192,7 @@ def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, StepRun, Ac
     errors = [{error.name: error for error in gradients} for gradients in runs.values()]
     title = f"Gradients against {known.reference}: |g - r| / |r|"
     table = new_table(title, Column("parameter", overflow="fold"), right=runs)
-    for worst in known.optimized.worst_first[:WORST_ROWS]:
+    for worst in known.optimized.worst_first[:_WORST_ROWS]:
         table.add_row(worst.name, *(f"{by_name[worst.name].relative:.2e}" for by_name in errors))
     return table
 
@@ -203,6 +200,6 @@ def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, StepRun, Ac
 def _differences_table(differing: list[Difference]) -> Table:
     title = f"The worst of {len(differing)} gradients and buffers that differ"
     table = new_table(title, Column("parameter or buffer", overflow="fold"), right=("absolute", "relative"))
-    for difference in differing[:WORST_ROWS]:
+    for difference in differing[:_WORST_ROWS]:
         table.add_row(difference.name, f"{difference.absolute:.3g}", f"{difference.relative:.3g}")
     return table

@@ -21,7 +21,7 @@ from memopt.show.page import short_source
 from memopt.show.report import as_text, new_table
 from memopt.units import duration, size
 
-TOLERANCE = 0.01
+_TOLERANCE = 0.01
 """The share of its locked value by which a figure may grow; the added time may grow by this share of the step's
 time."""
 _NAMES = {
@@ -90,7 +90,7 @@ def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarg
 
 
 @dataclass(frozen=True)
-class Culprit:
+class _Culprit:
     """A line of code that made a step grow, and the modules in which it runs; their paths differ in numbers only."""
 
     modules: tuple[str, ...]
@@ -124,36 +124,32 @@ class LockCheck:
 
     @property
     def grown(self) -> tuple[str, ...]:
-        """The names of the figures that grew by more than 1% (`TOLERANCE`), among "plain", "planned", "smallest" and
+        """The names of the figures that grew by more than 1% (`_TOLERANCE`), among "plain", "planned", "smallest" and
         "added". The growth of "added" is measured against the locked step's time, that of others against the locked
         figure."""
-        return tuple(
-            figure
-            for figure in _NAMES
-            if self._growth(figure)
-            > TOLERANCE * (self.locked.seconds if figure == "added" else getattr(self.locked, figure))
-        )
+        return tuple(figure for figure in _NAMES if self._growth(figure) > _TOLERANCE * self._whole(figure))
 
     def _growth(self, figure: str) -> float:
         return getattr(self.now, figure) - getattr(self.locked, figure)
+
+    def _whole(self, figure: str) -> float:
+        """What the growth of a figure is measured against."""
+        return self.locked.seconds if figure == "added" else getattr(self.locked, figure)
 
     @property
     def changed(self) -> tuple[str, ...]:
         """What has changed since the lock: versions of packages, and the user's own files whose contents differ, that
         are new in the step, or that are no longer part of it."""
         old, new = self.locked, self.now
-        versions = (
-            f"{name} {old.versions.get(name, 'none')} → {new.versions.get(name, 'none')}"
-            for name in _differing(old.versions, new.versions)
-        )
-        files = (
-            f"{name} (your code{'' if name in new.files else ', no longer in the step'})"
-            for name in _differing(old.files, new.files)
-        )
-        return (*versions, *files)
+        found = []
+        for name in _differing(old.versions, new.versions):
+            found.append(f"{name} {old.versions.get(name, 'none')} → {new.versions.get(name, 'none')}")
+        for name in _differing(old.files, new.files):
+            found.append(f"{name} (your code{'' if name in new.files else ', no longer in the step'})")
+        return tuple(found)
 
     @property
-    def culprits(self) -> tuple[Culprit, ...]:
+    def culprits(self) -> tuple[_Culprit, ...]:
         """The lines of code because of which the first figure in `grown` grew, in the order of the step; empty if no
         figure grew. They are the lines that allocate more bytes than before or are no longer under activation
         checkpoints. Where no line does, they are those with more bytes alive at the figure's peak (for "added": with a
@@ -164,9 +160,8 @@ class LockCheck:
         table = new_table(f"{self.now.model} on {self.now.device}", "", right=("locked", "now", "growth"))
         for figure, name in _NAMES.items():
             before, growth = getattr(self.locked, figure), self._growth(figure)
-            whole = self.locked.seconds if figure == "added" else before
             text = duration if figure == "added" else size
-            share = f"{growth / whole:+.1%}" if whole else "–"
+            share = f"{growth / self._whole(figure):+.1%}" if self._whole(figure) else "–"
             table.add_row(name, text(before), text(getattr(self.now, figure)), share)
         lines = [as_text(table)]
         if self.grown:
@@ -178,7 +173,7 @@ class LockCheck:
         return "\n".join(lines)
 
 
-def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) -> Iterator[Culprit]:
+def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) -> Iterator[_Culprit]:
     """The lines because of which the figure `grown` grew, from the rows before (`old`) and now (`new`); see
     `LockCheck.culprits`."""
     before, after = _sums(old), _sums(new)
@@ -190,7 +185,7 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
     )
     lines_at_peak = any(more[module, row.operator][grown] > 0 for row in new if row.source for module in row.modules)
     within = not (grown == "plain" or made or free or lines_at_peak)  # gaps between blocks grew, and no line's memory
-    if within or (grown == "plain" and sum(made.values()) < TOLERANCE * sum(fused.values())):
+    if within or (grown == "plain" and sum(made.values()) < _TOLERANCE * sum(fused.values())):
         made = fused
     causes = {**made, **free}
     weights = dict(causes) or {key: change[grown] for key, change in more.items() if change[grown] > 0}
@@ -210,7 +205,7 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
             how = "no longer checkpointed" if (module, row.operator) in free else how
             text = duration(total) if grown == "added" and not causes else size(round(total))
             modules, operators = ({one[0]: None for one in found}, {one[1].operator: None for one in found})
-            yield Culprit(tuple(modules), tuple(operators), row.source, row.code, f"{text} {how}")
+            yield _Culprit(tuple(modules), tuple(operators), row.source, row.code, f"{text} {how}")
 
 
 def _line(row: LockedRow) -> tuple[object, ...]:

@@ -99,10 +99,8 @@ def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
 def _exact(comparison: Comparison) -> bool:
     """Whether the gradients are no further from the reference than rounding in their dtype explains."""
     known = comparison.accuracies
-    if comparison.bitwise or known is None:
-        return comparison.bitwise
     autocast = known.autocast.gradient if known.autocast else 0.0
-    return known.optimized.gradient <= max(_GRADIENT_ERROR, 2 * autocast)
+    return comparison.bitwise or known.optimized.gradient <= max(_GRADIENT_ERROR, 2 * autocast)
 
 
 def _verdict(held: bool, exact: bool) -> str:

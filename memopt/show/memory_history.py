@@ -65,7 +65,7 @@ class SnapshotError(ValueError):
 
 
 @dataclass(frozen=True)
-class HeldBlock:
+class _HeldBlock:
     """The blocks in use at the peak that are of one kind of memory and that one line of code allocated."""
 
     row: str
@@ -86,7 +86,7 @@ class MemoryHistory:
     """Bytes of the blocks that were in use when the snapshot was taken."""
     peak_bytes: int
     """The most bytes in use at once while events were recorded."""
-    held: tuple[HeldBlock, ...]
+    held: tuple[_HeldBlock, ...]
     """What was in use at that peak, the most bytes first."""
     gaps_bytes: int = 0
     """Bytes that were reserved at the peak and not in use."""
@@ -132,14 +132,7 @@ def read_history(path: str | Path) -> MemoryHistory:
             values = _Unpickler(file).load()
         segments, traces = values["segments"], values["device_traces"]
         devices = {segment["device"] for segment in segments} | {at for at, trace in enumerate(traces) if trace}
-        found = [
-            _of_device(
-                device,
-                [segment for segment in segments if segment["device"] == device],
-                traces[device] if device < len(traces) else [],
-            )
-            for device in sorted(devices)
-        ]
+        found = [_of_device(device, segments, traces) for device in sorted(devices)]
         if not found:
             raise SnapshotError(
                 "the file has no blocks and no events; call torch.cuda.memory._record_memory_history() before the steps"
@@ -186,7 +179,9 @@ Block = tuple[int, str, list[Mapping[str, Any]]]
 """The bytes of a block, the category that the recorder gave it ("" for none), and the stack that allocated it."""
 
 
-def _of_device(device: int, segments: list[Any], events: list[Any]) -> MemoryHistory:
+def _of_device(device: int, segments: list[Any], traces: list[Any]) -> MemoryHistory:
+    segments = [segment for segment in segments if segment["device"] == device]
+    events = traces[device] if device < len(traces) else []
     blocks = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
     end = {block["address"]: (block["size"], "", block.get("frames") or []) for block in blocks}
     reserved = sum(segment["total_size"] for segment in segments)
@@ -240,7 +235,7 @@ def _apply(event: Mapping[str, Any], live: dict[int, Block]) -> int:
     return event["size"] - before
 
 
-def _by_line(blocks: Iterable[Block]) -> Iterator[HeldBlock]:
+def _by_line(blocks: Iterable[Block]) -> Iterator[_HeldBlock]:
     sums: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     for nbytes, category, frames in blocks:
@@ -248,7 +243,7 @@ def _by_line(blocks: Iterable[Block]) -> Iterator[HeldBlock]:
         sums[key] += nbytes
         counts[key] += 1
     for key, nbytes in sums.items():
-        yield HeldBlock(*key, nbytes, counts[key])
+        yield _HeldBlock(*key, nbytes, counts[key])
 
 
 def _row(frames: list[Mapping[str, Any]]) -> str:
