@@ -107,8 +107,7 @@ def _version() -> str:
 
 
 def _check_passes() -> None:
-    """Raises `ImportError` if memopt's second package, `passes`, is missing, or another package of that name comes
-    before it."""
+    """Raises `ImportError` if memopt's package `passes` is missing, or another of that name comes before it."""
     home = Path(__file__).resolve().parents[1]
     spec = find_spec("passes")
     found = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)

@@ -107,8 +107,7 @@ ValueT = TypeVar("ValueT")
 
 
 def as_json(value: DataclassInstance) -> dict[str, Any]:
-    """The fields of a frozen dataclass as values for JSON, without those whose metadata is `LIVE` (objects of this
-    process)."""
+    """The fields of a frozen dataclass as values for JSON, without those whose metadata is `LIVE`."""
     return {field.name: _plain(getattr(value, field.name)) for field in _saved(type(value))}
 
 
@@ -198,10 +197,7 @@ def _tuple(inner: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
     return tuple(_read(kind, item, f"{place}[{at}]") for at, (kind, item) in enumerate(zip(kinds, value, strict=True)))
 
 
-@lru_cache(maxsize=64)
-def _types(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, with annotations that are texts evaluated."""
-    return get_type_hints(kind)
+_types = lru_cache(maxsize=64)(get_type_hints)
 
 
 def _saved(kind: type[DataclassInstance]) -> list[Field[Any]]:

@@ -120,8 +120,7 @@ class BudgetError(ValueError):
 
 
 def _row(peak: str, time: str, *texts: str) -> list[str]:
-    """The lines of a row of the table of ways. `texts` are below each other, broken at 80 columns, except the first,
-    which is to be copied."""
+    """The lines of a row of the table of ways: `texts` below each other, the first, to be copied, unbroken."""
     head = f"  {peak:<12}{time:<13}"
     blank = " " * len(head)
     lines = [head + texts[0]]
@@ -173,8 +172,7 @@ def without_frames(error: Refusal) -> Refusal:
 
 
 def would_do(needed_bytes: int, budget_bytes: int) -> str:
-    """The words "this budget would do, with 3.2% to spare", for a change with which the step needs `needed_bytes` of a
-    budget of `budget_bytes`. The percentage is rounded down."""
+    """The words "this budget would do, with 3.2% to spare", for a step that needs `needed_bytes`; rounded down."""
     spare = max(0, 1000 * (budget_bytes - needed_bytes) // budget_bytes) / 10
     return f"this budget would do, with {spare:.1f}% to spare"
 

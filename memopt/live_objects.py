@@ -21,8 +21,7 @@ _KINDS: tuple[type, ...] = torch.Tensor, torch.optim.Optimizer, _Mark
 
 
 def live_objects(*kinds: type) -> list[Any]:
-    """The objects of these classes (tensors, optimizers), or of classes derived from them, that Python's garbage
-    collector tracks. Calls after the first rarely go through all objects of the process."""
+    """The living tensors or optimizers, of these classes or of classes derived from them."""
     return _of(kinds, _old.with_young())
 
 

@@ -162,8 +162,7 @@ def resident_cpu_blocks() -> dict[int, int]:
 
 
 def start_with_resident(events: MemoryEvents) -> dict[int, int]:
-    """Start to record events, the first of which are those of the CPU memory blocks that Python's tensors now hold.
-    Returns these blocks. Raises `RuntimeError` if a profiler is active in this thread."""
+    """Start to record events, first of the CPU memory blocks that Python's tensors hold; returns these blocks."""
     blocks = resident_cpu_blocks()
     events.start()
     for address, nbytes in blocks.items():
@@ -197,8 +196,7 @@ def largest_at(
 
 
 def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Each tensor or gradient with the address and the bytes of each block on the device that it lies in; what was
-    offloaded to the host is left out."""
+    """Each tensor or gradient with the address and bytes of each of its blocks that is on the device."""
     offloaded = host_memory(HOST.type).holds if device.type == HOST.type else None
     for tensor in _with_gradients(one for one in tensors if type(one) is not FakeTensor):
         for storage in _storages(tensor, device):

@@ -89,8 +89,7 @@ def tell(text: str, level: int = logging.INFO) -> None:
 
 @contextmanager
 def lines_on_stderr() -> Iterator[None]:
-    """Context in which the lines about stages that the log gets at level INFO are also written to stderr, unless stderr
-    is a terminal."""
+    """Context in which lines about stages of level INFO also go to stderr, unless stderr is a terminal."""
     _on_stderr.append(None)
     try:
         yield
@@ -112,8 +111,7 @@ def _say(running: _Stage, detail: str) -> None:
 
 
 def _leave_line(running: _Stage) -> None:
-    """Write the line about a stage that has ended, if it took long, and add its seconds to those of the outermost
-    stage's parts."""
+    """Write the line about a stage that has ended, if it took long, and add its seconds to the outermost stage's."""
     seconds = time.perf_counter() - running.started
     outer = _own.stages[0]
     if running is not outer:
@@ -135,8 +133,7 @@ def _write(text: str) -> None:
 
 @contextmanager
 def _line() -> Iterator[None]:
-    """Context with the progress line, for the outermost stage on a terminal; for other stages it only updates the
-    line."""
+    """Context with the progress line, for the outermost stage on a terminal; others only update it."""
     if len(_own.stages) > 1 or not _console.is_terminal or not _terminal.acquire(blocking=False):
         _show()
         yield

@@ -66,8 +66,7 @@ class SavedValues:
         return [tensor for one, *_ in self.tensors if (tensor := one()) is not None]
 
     def written(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """The tensors that are still alive and whose version has changed since this object was made: their positions,
-        the tensors, and their copies or None."""
+        """The living tensors whose version has changed: their positions, the tensors, their copies or None."""
         for number, (reference, version, kept) in enumerate(self.tensors):
             tensor = reference()
             if tensor is not None and tensor._version != version:
@@ -103,14 +102,12 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor in host memory; that of a tensor on the CPU is allocated by numpy, so that it does not count
-    as memory of the step."""
+    """A copy of a tensor in host memory; that of one on the CPU is numpy's, so that it is no memory of the step."""
     return _outside(tensor)()
 
 
 def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that returns a copy of the tensor's present values, as `apart` does. The copy becomes a tensor only
-    then: a meter would count a tensor."""
+    """A function that returns a copy of the tensor's present values as a tensor, which a meter counts only then."""
     dtype, plain = tensor.dtype, has_version(tensor) and is_on_host(tensor)
     if not plain or tensor.itemsize > 8 or tensor.is_conj() or tensor.is_neg():
         copy = on_host(tensor)
@@ -139,8 +136,7 @@ def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = 
 
 
 def written_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a forward of the model wrote to within `parameters_restored`, as that of a momentum encoder
-    does."""
+    """The parameters that a forward wrote to within `parameters_restored`, as a momentum encoder's does."""
     names = _written.get(model, ())
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
 

@@ -56,8 +56,7 @@ class Attributes:
         self._generators: Contents = [(one, state_of(one)) for one in values.values() if isinstance(one, GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors among the attributes and their elements, without parameters, buffers and tensor
-        subclasses."""
+        """The tensors among the attributes and their elements, without parameters, buffers and subclasses."""
         for values in (values for container, values in self._contents if id(container) not in self._own):
             for value in values.values() if isinstance(values, dict) else values:
                 if type(value) is torch.Tensor:
@@ -155,8 +154,7 @@ class ForwardState:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], written: Collection[int]) -> ForwardState:
-        """The current state of `model` and its inputs. `written` has the positions of the inputs that the forward is
-        known to write to."""
+        """The state of `model` and its inputs, of which the forward writes to those at the positions `written`."""
         attributes = Attributes(model)
         found = [(one, set_aside(one)) for one in (*model.buffers(), *filter(has_version, attributes.tensors()))]
         found += [(one, apart(one)) for one in written_parameters(model)]
@@ -267,8 +265,7 @@ class CallState:
 
 
 def undo_bytes(model: nn.Module, block_bytes: int) -> int:
-    """The bytes that the copies in a model's `CallState` take on its device, each rounded up to blocks of
-    `block_bytes`."""
+    """The bytes that a model's `CallState` takes on its device, each copy in blocks of `block_bytes`."""
     copied = filter(is_small, _beside_parameters(model))
     return sum(-(-one.nbytes // block_bytes) * block_bytes for one in copied)
 
@@ -286,8 +283,7 @@ _CONTAINERS = {dict, OrderedDict, list, set, deque}
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """A context that on exit restores parameters, buffers, random generators and the attributes of all modules, also
-    the values of tensors among these attributes."""
+    """A context that on exit restores parameters and all that `undone_but_parameters` restores."""
     with parameters_restored(model), undone_but_parameters(model):
         yield
 

@@ -178,8 +178,7 @@ def predicted_rows(plan: Plan) -> Rows:
 def _measure(
     call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Call, elsewhere: int
 ) -> Rows:
-    """The bytes of each row, measured in one step that begins with the optimizer's state present. `elsewhere` is the
-    bytes on the device beside the step."""
+    """The bytes of each row, measured in one step. `elsewhere` is the bytes on the device beside the step."""
     parameters = list(model.parameters())
     device = parameters[0].device
     kind = device_of(device)
@@ -216,8 +215,7 @@ def _measure(
 def _train(
     call: Callable[[], Any], optimizer: torch.optim.Optimizer, end_phase: Callable[[], None] = lambda: None
 ) -> None:
-    """Run a forward, its backward and the optimizer's step, and hold the outputs meanwhile, as training loops do.
-    `end_phase` is called after each of the three."""
+    """Run a training step, and hold the outputs meanwhile. `end_phase` is called after each of its three phases."""
     output = call()
     loss = scalar_loss(output)
     end_phase()

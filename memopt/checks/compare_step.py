@@ -139,15 +139,13 @@ def _restored(model: nn.Module, call: Call) -> Iterator[None]:
 
 
 def _same(first: MeasuredStep, later: MeasuredStep) -> bool:
-    """Whether two steps have bitwise the same gradients and buffers; also true where they ran with different loss
-    scales."""
+    """Whether two steps have bitwise the same gradients and buffers, or ran with different loss scales."""
     found = (*differences_of([first.gradients], later.gradients), *differences_of([first.buffers], later.buffers))
     return first.run.loss_scale != later.run.loss_scale or all(one.bitwise for one in found)
 
 
 def _checked(model: nn.Module, reference: str) -> Session:
-    """The session of the model. Raises `ValueError` for an unknown `reference`, and where the model cannot be
-    compared."""
+    """The session of the model. Raises `ValueError` for what cannot be compared, or is no reference."""
     if reference not in _REFERENCES:
         raise ValueError(f"reference must be one of {', '.join(map(repr, _REFERENCES))}, not {reference!r}")
     planned = optimised(model)

@@ -65,8 +65,7 @@ class Difference:
 
 
 def differences_of(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference, ...]:
-    """The difference of each tensor from the plain run (`plain`), one for each name. `ours` has the tensors of several
-    runs of the optimised model; of their differences, the largest relative one is returned."""
+    """The difference of each tensor from the plain run's, the largest relative one of several runs (`ours`)."""
     names = dict.fromkeys(name for tensors in (plain, *ours) for name in tensors)
     return tuple(
         max(

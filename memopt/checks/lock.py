@@ -138,8 +138,7 @@ class LockCheck:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """What has changed since the lock: versions of packages, and the user's own files whose contents differ, that
-        are new in the step, or that are no longer part of it."""
+        """Versions of packages, and the user's own files in the step, that are others than in the lock."""
         old, new = self.locked, self.now
         found = []
         for name in _differing(old.versions, new.versions):
@@ -174,8 +173,7 @@ class LockCheck:
 
 
 def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) -> Iterator[_Culprit]:
-    """The lines because of which the figure `grown` grew, from the rows before (`old`) and now (`new`); see
-    `LockCheck.culprits`."""
+    """The lines of `LockCheck.culprits`, from the rows before (`old`) and now (`new`)."""
     before, after = _sums(old), _sums(new)
     more = {key: {name: figures[name] - before[key][name] for name in FIGURES} for key, figures in after.items()}
     dropped = [key for key, change in more.items() if change["checkpointed"] < min(0, change["calls"])]
@@ -209,8 +207,7 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
 
 
 def _line(row: LockedRow) -> tuple[object, ...]:
-    """A key by which a line of code is recognised when it has moved in its file: the operator, the text and the bytes
-    that it makes."""
+    """A key by which a line of code is recognised when it has moved in its file."""
     return row.operator, row.code, row.made, row.fused, row.checkpointed
 
 

@@ -111,8 +111,7 @@ def _alive(memory: StepMemory) -> Counter[int]:
 
 
 def _given(plan: Plan) -> Iterator[tuple[str, tuple[str, str, str], int]]:
-    """For each parameter and other input of the graphs: the row of the account that it is in; the module, line and code
-    that read it first; and its bytes."""
+    """For each input of the graphs: its row of the account; the module, line and code that read it first; its bytes."""
     for number, region in enumerate(plan.solved[0].traced.regions):
         graph = region.module.graph
         facts = GraphFacts(graph, number)

@@ -126,8 +126,7 @@ def autocast_step(
 
 
 def _train(call: Callable[[], Any], scale: float) -> float:
-    """Run a forward, and its backward with the loss times `scale`, while holding the outputs, as training loops do.
-    Returns the loss, without `scale`."""
+    """Run a forward, and its backward with the loss times `scale`; returns the loss, without `scale`."""
     output = call()
     loss = scalar_loss(output)
     (loss * scale if scale != 1 else loss).backward()  # type: ignore[no-untyped-call]
@@ -140,16 +139,14 @@ def _is_finite(step: MeasuredStep) -> bool:
 
 
 def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int:
-    """The bytes of the storages of dense tensors on a device, each counted once and rounded up to multiples of
-    `block_bytes`."""
+    """The bytes of the storages of dense tensors on a device, each counted once, in blocks of `block_bytes`."""
     here = (one for one in tensors if one.device == device and one.layout == torch.strided)
     return distinct_bytes(here, block_bytes)
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """A phase's peak, and the bytes that are left at its end, both beyond those present when the recording began;
-    `left_bytes` may be negative."""
+    """A phase's peak and the bytes left at its end, beyond those at the beginning of the recording."""
 
     peak_bytes: int
     left_bytes: int
@@ -195,8 +192,7 @@ class PhaseMeter:
 
 
 def _phases(events: list[int]) -> tuple[_Phase, ...]:
-    """The phases in a recording of bytes allocated and (negative) freed, divided at the marks; what follows the last
-    mark is left out."""
+    """The phases in a recording of bytes allocated and (negative) freed, each of which ends with a mark."""
     phases: list[_Phase] = []
     left = begin = 0
     for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:

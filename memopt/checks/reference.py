@@ -49,8 +49,7 @@ class GradientError:
 
     @property
     def counts(self) -> bool:
-        """Whether the reference gradient is more than rounding noise around zero. The gradient of a key projection's
-        bias in attention, for instance, is only noise."""
+        """Whether the reference gradient is more than noise around zero, as a key projection's bias has."""
         return self.share > ROUNDING
 
 

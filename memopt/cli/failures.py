@@ -22,8 +22,7 @@ class UsageError(ValueError):
 
 
 def described(error: Exception) -> tuple[int, str]:
-    """The exit code for an error, and the text to print: one sentence; for a `BudgetError`, what can be done about it
-    follows in further lines."""
+    """The exit code for an error, and the text to print: one sentence, or several lines for a `BudgetError`."""
     code, sentence = _failure(error)
     return code, sentence if code == DOES_NOT_FIT else " ".join(sentence.split())
 
@@ -45,18 +44,13 @@ def _failure(error: Exception) -> tuple[int, str]:
         from memopt.capture.dry_run import RUN_UNPLANNED
 
         return FAILED, str(error).replace(RUN_UNPLANNED, "change the model at that line, or its inputs with --shape")
-    if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)) and _raised_by_memopt(error):
-        return BAD_USAGE, str(error)
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    own = bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith("memopt.")
+    if own and isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):  # else a library's or the model's code
+        return BAD_USAGE, str(error)  # raised it, whose messages are no sentences for users
     if isinstance(error, OSError) and error.filename is not None:
         return BAD_USAGE, f"{error.filename}: {error.strerror}"
     return FAILED, f"{one_line(error)} (--debug shows the traceback)"
-
-
-def _raised_by_memopt(error: Exception) -> bool:
-    """Whether memopt itself raised the error, so that its message is a sentence for users; False if a library or the
-    model's own code raised it."""
-    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
-    return bool(names) and names[-1].startswith("memopt.")
 
 
 def one_line(error: BaseException) -> str:

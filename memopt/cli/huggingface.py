@@ -64,8 +64,7 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
 
 
 def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], Any]:
-    """A function that makes the configuration, given the fields to change; and the class of the model if `name` is one,
-    else None. Raises `UsageError` for an unknown name."""
+    """A function that makes the configuration, given fields to change; and the model's class, if `name` is one."""
     path = Path(name)
     if name and path.is_dir():
         path = path / "config.json"
@@ -97,8 +96,7 @@ def _check_settings(config: Any, settings: Mapping[str, Any], name: str) -> None
 
 
 def _head(transformers: Any, config: Any) -> Any:
-    """The class of the model to build for a configuration: the first that `config.architectures` names, else the first
-    of `_HEADS` that its model type has. Raises `UsageError` where there is none."""
+    """The class of the model for a configuration: the first of its `architectures`, or of `_HEADS`, that there is."""
     for named in config.architectures or ():
         if hasattr(transformers, named):
             return getattr(transformers, named)

@@ -29,8 +29,7 @@ def _among(names: Sequence[str]) -> Callable[[click.Context, click.Parameter, st
 
 
 def _levers(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For completion in the shell, what was typed of `--allow` with its last name completed by each lever that fits;
-    levers that are named before are left out."""
+    """For completion in the shell, the text of `--allow` with its last name completed by each lever that fits."""
     *named, last = incomplete.split(",")
     before, taken = "".join(f"{name}," for name in named), last[:1] == "-"
     words = (f"-{name}" for name in LEVERS) if taken else ("default", *LEVERS)
@@ -114,8 +113,7 @@ class Job:
     debug: bool = field(default=False, repr=False)
 
     def prepare(self) -> Prepared:
-        """Read the options, build the model on "meta", and determine its inputs. Raises `UsageError` for a value that
-        cannot be used."""
+        """Read the options, build the model on "meta", and determine its inputs. May raise `UsageError`."""
         with stage(f"loading {self.model}"):
             return self._prepare()
 
@@ -202,8 +200,7 @@ def _allowed(written: str) -> frozenset[str]:
 
 
 def takes_job(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Decorates a command whose first parameter is a `Job`: adds the shared options to its own, and passes their values
-    as that job."""
+    """Adds the shared options to a command's own, and passes their values as its first argument, a `Job`."""
     shared = [one.name for one in fields(Job)]
 
     @functools.wraps(command)

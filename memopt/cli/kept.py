@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """The plan of a job, and those facts about its graphs that commands show: plain data that is kept on disk, without
-    the graphs."""
+    """The plan of a job, and those facts about its graphs that commands show: data that is kept on disk."""
 
     plan: Plan
     """Without graphs where it was read from disk."""
@@ -81,8 +80,7 @@ class Planned:
         return made(self.prepared) if self.plan.source is None else self.plan
 
     def diff(self, other: Planned | None = None, *, order: bool = False) -> PlanDiff:
-        """What the plan changes in the captured step; with `other`, the changes that one of the two plans makes and the
-        other does not. `order` shows nodes that only moved, too. See `Plan.diff`."""
+        """As `Plan.diff`; with `other`, the changes that only one of the two plans makes."""
         if order:
             return self.live.diff(None if other is None else other.live, order=True)
         own = diff_of(self.plan, self.changes, self.modules, lambda stage: self.live.diff(stage))
@@ -93,8 +91,7 @@ class Planned:
         )
 
     def report(self, path: str, frontier: Frontier[Plan] | None, cards: Sequence[OnCard]) -> None:
-        """Write the HTML page of the plan to `path`, as `Plan.report` does, with the plans for other budgets in
-        `frontier` (None: without them) and what each of `cards` would do."""
+        """Write the HTML page of the plan to `path`, as `Plan.report` does."""
         write_page(Path(path), page(self.plan, self.step, self.diff(), self.recipes, frontier, cards))
 
     def export(self, path: str, form: Format) -> None:
@@ -103,8 +100,7 @@ class Planned:
 
 
 def planned(job: Job) -> Planned:
-    """The plan of a job, read from disk where an earlier command has planned the same; with `MEMOPT_CACHE=0` it is
-    always made now. Raises `UsageError`, and what `memopt.plan` raises."""
+    """The plan of a job, read from disk where it was made before, unless `MEMOPT_CACHE=0`. May raise `UsageError`."""
     prepared = job.prepare()
     key = _key(prepared) if plan_cache.is_on() else None
     found = plan_cache.find(key, Planned)
@@ -130,8 +126,7 @@ def _key(prepared: Prepared) -> str | None:
 
 
 def _own_code() -> list[str]:
-    """Hashes of the files of all loaded modules that belong neither to Python or installed packages nor to memopt,
-    sorted."""
+    """Hashes of the files of all loaded modules that are the user's own, sorted."""
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     files = {
         Path(file)

@@ -23,8 +23,7 @@ class _LockFile:
 
 
 def write_lock(job: Job, path: str) -> None:
-    """Write the memory lock (the recorded memory and time) of the step that a job describes to a file, and show its
-    figures. Raises `UsageError`, and what `memopt.plan` raises."""
+    """Write the memory lock of the step that a job describes to a file, and show its figures."""
     card = card_named(job.device) or hardware_of(device_here()).name
     # A later check plans the same on any machine.
     job = replace(job, device=card, budget_gb=f"{budget_gb(job.budget_gb, card):.17f}")

@@ -36,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, *, as_json: bool) -> int:
-    """Write one sentence about an error to stderr, and, if `as_json`, its figures to stdout. Returns the exit code for
-    it."""
+    """Write a sentence about an error to stderr, and its figures to stdout if `as_json`; returns the exit code."""
     from memopt.cli.output import failure_figures, in_columns, show_json
 
     code, sentence = described(error)

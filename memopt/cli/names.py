@@ -62,8 +62,7 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
 
 
 def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> None:
-    """Raise `UsageError` where a function has required parameters that `values` does not have; `name` is the function's
-    in the message."""
+    """Raise `UsageError` where `values` lacks a required parameter of the function called `name`."""
     if isinstance(function, nn.Module) or not callable(function):
         return
     try:
@@ -118,8 +117,7 @@ def on_meta(build: Factory) -> tuple[nn.Module, Any]:
 
 
 def named_function(name: str) -> Callable[..., Any]:
-    """A loss function by its name: one of `torch.nn.functional` ("cross_entropy"), `package.module:function` or
-    `file.py:function`. Raises `UsageError` for an unknown name."""
+    """A loss function: one of `torch.nn.functional`, `package.module:function` or `file.py:function`."""
     if ":" not in name:
         found = getattr(torch.nn.functional, name, None)
         if not callable(found):
@@ -131,8 +129,7 @@ def named_function(name: str) -> Callable[..., Any]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """A "name=value" text as name and Python value; a value that is no Python literal stays text. Raises `UsageError`
-    for another text."""
+    """A "name=value" text as name and Python value; a value that is no Python literal stays text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"--set takes NAME=VALUE, such as n_layer=4, not {text!r}")
@@ -143,8 +140,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _loaded(module: str) -> ModuleType:
-    """The user's module, by its dotted name or by the path of its file. Raises `UsageError` where it cannot be
-    imported."""
+    """The user's module, by its dotted name or by the path of its file."""
     with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
         return _load_file(Path(module)) if module.endswith(".py") else _import(module)
 
@@ -186,8 +182,7 @@ class _SourceLoader(SourceFileLoader):
 
 
 def _attribute(module: ModuleType, name: str, written: str) -> Any:
-    """The attribute `name` of a module; if that is empty, the only function or model class that the file itself
-    defines. Raises `UsageError`, which names what was `written`, where there is none."""
+    """The attribute `name` of a module; if that is empty, the only function or model class that the file defines."""
     own = [key for key, value in vars(module).items() if _makes_model(value, module) and not key.startswith("_")]
     if not name and len(own) == 1:
         name = own[0]
@@ -214,8 +209,7 @@ def _checked(made: Any, name: str) -> tuple[nn.Module, Any]:
 
 @contextlib.contextmanager
 def _as_usage_error(sentence: str) -> Iterator[None]:
-    """Context in which any error of the user's code becomes a `UsageError`, whose text is `sentence` with the error in
-    place of "%s", and the line of code."""
+    """Context in which an error of the user's code becomes a `UsageError`; `sentence` has "%s" in its place."""
     try:
         yield
     except UsageError:

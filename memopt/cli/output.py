@@ -30,8 +30,7 @@ def columns(file: TextIO | None = None) -> int:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print sentences and tables: on a terminal coloured and in its width, elsewhere plain and 110 columns wide, or as
-    wide as the environment variable COLUMNS says."""
+    """Print sentences and tables: coloured and in its width on a terminal, elsewhere plain and `columns` wide."""
     console = Console(highlight=False, markup=False, emoji=False)
     if console.is_terminal:
         for part in parts:
@@ -43,8 +42,7 @@ def show(*parts: RenderableType) -> None:
 
 
 def in_columns(text: str, file: TextIO) -> str:
-    """The text wrapped between words to the columns of `file`; indented lines, such as those of tables, stay as they
-    are."""
+    """The text wrapped between words to the columns of `file`; indented lines, as of tables, stay as they are."""
     width = columns(file)
     lines = (
         [line] if line.startswith(" ") else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
@@ -67,8 +65,7 @@ def answer(job: Job, figures: Any, *parts: RenderableType) -> None:
 
 
 def check_file(option: str, file: str | None) -> None:
-    """Raise `UsageError` where the file given for an option cannot be written, before time is spent on planning. Does
-    nothing for None."""
+    """Raise `UsageError` where the file given for an option cannot be written, before time is spent on planning."""
     if file is None:
         return
     folder = Path(file).parent
@@ -88,8 +85,7 @@ def check_file(option: str, file: str | None) -> None:
 
 
 def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str, Any]:
-    """A failure for JSON: of a `BudgetError`, the smallest budget that works, and the changes with which the step fits;
-    of any other error, its sentence and the exit code."""
+    """A failure for JSON: of a `BudgetError` all figures; of any other error, its sentence and the exit code."""
     from memopt.errors import GIB, BudgetError
 
     if not isinstance(error, BudgetError):

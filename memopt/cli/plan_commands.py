@@ -121,8 +121,7 @@ def _is_plan(path: Path) -> bool:
 
 
 def _explained(plan: Plan, graph: DiGraph) -> list[RenderableType]:
-    """What `memopt explain` prints of a plan: the peak, the largest values, what the levers did and at what price, and
-    the notes."""
+    """What `memopt explain` prints of a plan."""
     from memopt.show.op_story import values_table
     from memopt.show.report import bytes_table, headline, receipt_table
     from memopt.units import size
@@ -186,14 +185,9 @@ def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
     if job.json:
         show_json({"stage": stage, "summary": lines.summary(), "diff": str(lines)})
     else:
-        click.echo("\n".join(map(_coloured, str(lines).splitlines())))
-
-
-def _coloured(line: str) -> str:
-    """A line of a diff, in green if it is added and in red if it is taken away; click drops colours outside a
-    terminal."""
-    colour = {"+": "green", "-": "red"}.get(line[:1])
-    return click.style(line, fg=colour) if colour else line
+        colours = {"+": "green", "-": "red"}  # which click drops outside a terminal
+        texts = [(line, colours.get(line[:1])) for line in str(lines).splitlines()]
+        click.echo("\n".join(click.style(line, fg=colour) if colour else line for line, colour in texts))
 
 
 @click.command("report", short_help="Write one HTML page about the plan.")
@@ -222,8 +216,7 @@ def report(job: Job, to: str, frontier: int | None, cards: bool) -> None:
 
 
 def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: str = "") -> None:
-    """Print the plan and the name of the file that was written: as JSON with further `figures`, else with the file's
-    size and the text `more`."""
+    """Print the plan and the file that was written: as JSON with `figures`, else with its size and the text `more`."""
     from memopt.show.report import headline
     from memopt.units import size
 

@@ -36,8 +36,7 @@ class Shape:
         return torch.empty(self.sizes, dtype=self.dtype, device="meta")
 
     def random(self, device: torch.device, below: int = 2) -> torch.Tensor:
-        """A random tensor of this shape: normally distributed, or, for whole numbers, uniformly from 0 to `below`,
-        excluded."""
+        """A random tensor: normally distributed, or whole numbers from 0 to `below`, excluded."""
         if self.dtype.is_floating_point:
             return torch.randn(self.sizes, device=device).to(self.dtype)
         return torch.randint(0, 2 if self.dtype is torch.bool else below, self.sizes, device=device).to(self.dtype)
@@ -75,8 +74,7 @@ def parse_shapes(written: Iterable[str]) -> Shapes:
 
 
 def _dtype(written: str | None, name: str) -> torch.dtype:
-    """The dtype that is written for the input `name`; if none is, int64 for inputs whose names stand for whole numbers,
-    else float32."""
+    """The dtype written for the input `name`; if none is, int64 for names of whole numbers, else float32."""
     if written is None:
         return torch.int64 if _WHOLE.fullmatch(name) else torch.float32
     found = getattr(torch, _SHORT.get(written, written), None)
@@ -154,8 +152,7 @@ def needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
 
 
 def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """For each input, the exclusive upper limit of its values if they are whole numbers: the size of the vocabulary for
-    tokens, the number of labels for classes, 2 where nothing is known."""
+    """For each input of whole numbers, the exclusive upper limit of its values; 2 where nothing is known."""
     config = getattr(model, "config", None)
     vocabulary = getattr(_text(config), "vocab_size", None) or 2
     classes = getattr(config, "num_labels", None) or 2
@@ -167,8 +164,7 @@ def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, i
 
 
 def _main_input(model: nn.Module) -> Shapes:
-    """The name and usual shape of a Hugging Face model's main input. Raises `UsageError` for a model whose main input
-    is not known."""
+    """The name and usual shape of a Hugging Face model's main input. Raises `UsageError` where it is not known."""
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     if name is None or config is None:
         raise UsageError(

@@ -63,8 +63,7 @@ def end_of(step: Step) -> float:
 
 
 def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
-    """For each of `count` columns of equal width from 0 to `end` seconds, the index of the moment with the most bytes
-    in it; None for columns after the step."""
+    """For each of `count` columns up to `end` seconds, the moment with the most bytes; None after the step."""
     at: list[int | None] = [None] * count
     places = [min(count - 1, int(second / end * count)) for second in edges(memory)]
     for moment, live in enumerate(memory.live_bytes):
@@ -123,8 +122,7 @@ def _bars(plan: Plan) -> str:
 
 
 def _picture(plan: Plan, step: Step, found: Mapping[str, Sequence[int]]) -> str:
-    """The planned memory over the step as the bands `found`, the memory with nothing recomputed as a line, and the
-    budget, as SVG."""
+    """Bands of the planned memory, a line of the memory with nothing recomputed, and the budget, as SVG."""
     most = 1.06 * max(step.plain.peak_bytes, step.planned.peak_bytes)
     moments = enumerate(columns(step.plain, _COLUMNS, end_of(step)))
     points = [(at, step.plain.live_bytes[moment]) for at, moment in moments if moment is not None]

@@ -66,8 +66,7 @@ class Row:
         return frozenset().union(*(entry.blocks for entry in self.entries))
 
     def figures(self) -> tuple[int, float, bool]:
-        """The bytes and the seconds that the entries take together in one block, that with the most bytes; and whether
-        the bytes are the same in all blocks."""
+        """The most bytes, with their seconds, in one block; and whether the bytes are the same in all blocks."""
         changes = {block: [e.by_block[block] for e in self.entries if block in e.by_block] for block in self.blocks}
         sums = {
             (sum(change.nbytes * max(change.times, 1) for change in some), sum(change.seconds for change in some))
@@ -139,8 +138,7 @@ def rows(found: Iterable[DiffEntry], level: int) -> list[Row]:
 
 
 def _what(entry: DiffEntry, level: int) -> tuple[object, ...]:
-    """What entries of one module must have in common to be shown in one row, as a key to group by; less of it at each
-    higher `level`."""
+    """A key by which entries of one module are grouped into rows; it tells less apart at each higher `level`."""
     change = entry.first
     same = (
         change.sign,
@@ -164,8 +162,7 @@ def _section(entry: DiffEntry, level: int) -> str:
 
 
 def folded(found: Sequence[DiffEntry], lines: Callable[[list[Row]], int], most: int) -> list[Row]:
-    """The rows (see `rows`) at the lowest level at which `lines(rows)`, the number of lines that they take, is at most
-    `most`; those of the highest level if there is none."""
+    """The rows at the lowest level at which `lines(rows)` is at most `most`; else those of the highest level."""
     for level in range(LEVELS):
         made = rows(found, level)
         if lines(made) <= most:

@@ -34,8 +34,7 @@ _NEARER = 1.4
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty matplotlib figure of this size in inches, not registered with pyplot. Raises `ModuleNotFoundError`
-    without matplotlib."""
+    """An empty matplotlib figure of this size in inches. Raises `ModuleNotFoundError` without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -57,8 +56,7 @@ def quiet_frame(axes: Axes, font_size: float) -> None:
 
 
 def drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
-    """The figure that `draw` makes, also written to a file if `path` is given. Raises `ValueError`, before it is drawn,
-    for a file whose name does not end in one of `_KINDS`."""
+    """The figure that `draw` makes, also written to `path` if given. Raises `ValueError` for a name not of `_KINDS`."""
     if path is not None and Path(path).suffix.lower() not in _KINDS:
         raise ValueError(f"a picture is a file named *{', *'.join(_KINDS)}, not {Path(path).name!r}")
     figure = draw()
@@ -124,8 +122,7 @@ class _Room:
     """Boxes of the labels that are placed."""
 
     def best(self, point: Point, width: float, height: float) -> tuple[Box, float]:
-        """The nearest free box for a label of this size, else the one that covers least; and its distance from the
-        point in multiples of the label's height."""
+        """The nearest free box, else the one that covers least; and its distance in heights of the label."""
         places = list(_places(point, width, height))
         least = min(places, key=lambda place: self._covers(place[0]) - _common(place[0], self.inside))
         return next((place for place in places if self._is_free(place[0], point, place[1])), least)
@@ -149,8 +146,7 @@ class _Room:
 
 
 def _places(point: Point, width: float, height: float) -> Iterator[tuple[Box, float]]:
-    """Boxes to try for a label, with their distances in multiples of its height: the nearest first, and at each
-    distance in all directions."""
+    """Boxes to try for a label, the nearest first, with their distances in multiples of its height."""
     for distance in _DISTANCES:
         for degrees in _DIRECTIONS:
             across, up = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))

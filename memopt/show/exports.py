@@ -41,8 +41,7 @@ _ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
 
 def format_of(path: Path, given: str | None) -> Format:
-    """The format `given`, else the one for the ending of the file's name. Raises `ValueError` for an unknown format or
-    ending."""
+    """The format `given`, else that of the file's ending. Raises `ValueError` for an unknown one."""
     if given is None:
         if path.suffix.lower() not in _BY_NAME:
             raise ValueError(f"no format goes with the name {path.name!r}: end it in {', '.join(_BY_NAME)}")
@@ -98,8 +97,7 @@ def _events(step: Step, memory: StepMemory) -> Iterator[Event]:
 
 
 def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
-    """Slices for modules, nested as the modules are: each from the first to the last of neighbouring operators that the
-    module runs."""
+    """Slices for modules, nested as these are, each over neighbouring operators that the module runs."""
     opened: list[tuple[str, float]] = []
     end = 0.0
     for now in memory.evaluations:

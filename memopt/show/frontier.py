@@ -103,8 +103,7 @@ def _sizes(frontier: Frontier) -> Callable[[float], str]:
 
 
 def draw(frontier: Frontier, path: Path) -> None:
-    """Draw the curve of a frontier into a file. Raises `ValueError` for a file name that is not of a picture, and
-    `ModuleNotFoundError` without matplotlib."""
+    """Draw the curve into a file. Raises `ValueError` for a file name that is not of a picture."""
     drawn(lambda: figure_of(frontier), path)
 
 
@@ -119,15 +118,17 @@ def as_svg(frontier: Frontier) -> str | None:
 
 
 def figure_of(frontier: Frontier) -> Figure:
-    """The curve of added time over the budget as a matplotlib figure. Raises `ModuleNotFoundError` without
-    matplotlib."""
+    """The curve of added time over the budget. Raises `ModuleNotFoundError` without matplotlib."""
     figure = new_figure(8.0, 5.0)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.085, right=0.97, bottom=0.11, top=0.83)
     unit, scale = _unit_of(frontier)
     _frame(figure, axes, frontier, unit, scale)
     _ends(axes, frontier, scale)
-    curve = _curve(axes, frontier, scale)
+    curve = [(point.peak_gb * scale, 100 * point.added_time) for point in frontier.points]
+    axes.plot(
+        *zip(*curve, strict=True), color=_CURVE, linewidth=2.0, marker="o", markersize=3.0, clip_on=False, zorder=4
+    )
     labels = [Label("memopt", *curve[len(curve) // 3], _CURVE, bold=True), *_recipes(axes, frontier, scale)]
     dots = [_spot(recipe, scale) for recipe in frontier.recipes]
     place(figure, axes, [*_bound(figure, axes, frontier, scale), *labels], curve, dots, _FONT)
@@ -153,8 +154,7 @@ def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: flo
 
 
 def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
-    """Draw vertical lines at the smallest peak and at the peak with nothing recomputed, with their names above the
-    frame."""
+    """Draw vertical lines at the smallest peak and at that with nothing recomputed, with their names above."""
     for gb, name, align in (
         (frontier.smallest_gb, "smallest", "left"),
         (frontier.plain_gb, "nothing recomputed", "right"),
@@ -170,14 +170,6 @@ def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
             fontsize=_FONT,
             color=QUIET,
         )
-
-
-def _curve(axes: Axes, frontier: Frontier, scale: float) -> list[tuple[float, float]]:
-    """Draw the curve; returns its points in the units of the axes."""
-    points = [(point.peak_gb * scale, 100 * point.added_time) for point in frontier.points]
-    x, y = zip(*points, strict=True)
-    axes.plot(x, y, color=_CURVE, linewidth=2.0, marker="o", markersize=3.0, clip_on=False, zorder=4)
-    return points
 
 
 def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
@@ -199,13 +191,16 @@ def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list
 
 
 def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
-    """Draw a dot for each recipe that recomputes anything. Returns labels for them, one for several dots that touch
-    each other."""
+    """Draw a dot for each recipe that recomputes anything; returns labels, one for several dots that touch."""
+
+    def apart(one: Recipe, other: Recipe) -> float:
+        return math.dist(*(axes.transData.transform(_spot(recipe, scale)) for recipe in (one, other)))
+
     together: list[list[Recipe]] = []
     for recipe in sorted(frontier.recipes, key=lambda recipe: recipe.peak_gb):
         if recipe.added_time > 0:
             axes.plot(*_spot(recipe, scale), color=_RECIPE, marker="o", markersize=5.0, zorder=5, clip_on=False)
-            touched = (group for group in together if any(_touch(axes, recipe, other, scale) for other in group))
+            touched = (group for group in together if any(apart(recipe, other) < _TOUCH_PIXELS for other in group))
             if (group := next(touched, None)) is None:
                 together.append(group := [])
             group.append(recipe)
@@ -227,7 +222,3 @@ def named(recipes: Iterable[Recipe]) -> str:
 
 def _spot(recipe: Recipe, scale: float) -> tuple[float, float]:
     return recipe.peak_gb * scale, 100 * recipe.added_time
-
-
-def _touch(axes: Axes, a: Recipe, b: Recipe, scale: float) -> bool:
-    return math.dist(*(axes.transData.transform(_spot(recipe, scale)) for recipe in (a, b))) < _TOUCH_PIXELS

@@ -148,8 +148,7 @@ def read_history(path: str | Path) -> MemoryHistory:
 
 
 def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
-    """A report on what filled the card, as sentences and tables: its bytes by kind of memory, then by function and line
-    of code; and what memopt would do about each kind. `path` is the file's, for the text."""
+    """A report on what filled the card, as sentences and tables; `path` is the file's, for the text."""
     end = f"{size(history.allocated_bytes)} allocated of the {size(history.reserved_bytes)} that torch had reserved"
     if history.missing_bytes is not None:
         end = f"an allocation of {size(history.missing_bytes)} failed, with {size(history.free_bytes)} free and {end}"
@@ -247,8 +246,7 @@ def _by_line(blocks: Iterable[Block]) -> Iterator[_HeldBlock]:
 
 
 def _row(frames: list[Mapping[str, Any]]) -> str:
-    """The kind of memory (such as "activations") that was allocated under a stack, whose innermost frame comes
-    first."""
+    """The kind of memory (such as "activations") that was allocated under a stack, the innermost frame first."""
     if not frames:
         return OTHER
     for row, function, file in _SIGNS:

@@ -53,8 +53,7 @@ def memory_snapshot(step: Step, memory: StepMemory) -> dict[str, Any]:
 
 
 class _Recording:
-    """Collects the allocations and frees of a planned step in the format of `torch.cuda.memory._snapshot`. Their
-    addresses are those that the model of torch's caching allocator gives."""
+    """The allocations and frees of a planned step, at the addresses of the model of torch's allocator."""
 
     def __init__(self) -> None:
         self.micros = 0
@@ -113,8 +112,7 @@ def _segment(address: int) -> dict[str, Any]:
 
 
 def _frames(step: Step, number: int) -> list[dict[str, Any]]:
-    """The call stack shown for a block that operator `number` of the step allocates: the operator's name and module,
-    and the user's line of code."""
+    """The stack shown for a block: the name and module of the operator that makes it, and the user's line."""
     op = step.ops[number]
     path, _, line = op.source.rpartition(":")
     place = f"{op.name} of {op.module}" if op.module else op.name

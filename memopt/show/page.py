@@ -43,8 +43,7 @@ def report(plan: Plan, path: str | Path, frontier: Frontier[Any] | None, cards: 
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page to a file. Raises `ValueError` for a name that is not of an HTML file, and `OSError` where it cannot
-    be written."""
+    """Write a page to a file. Raises `ValueError` for a name that is not of an HTML file."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"the page is a file named *.html, not {path.name!r}")
     path.write_text(text, encoding="utf-8")
@@ -173,8 +172,7 @@ def _rows(rows: Mapping[str, int], texts: _Texts) -> list[list[int]]:
 
 
 def _sections(diff: PlanDiff, texts: _Texts) -> list[dict[str, Any]]:
-    """The changes as rows of plain texts, folded as `Plan.diff` prints them, by part of the model. `title` names the
-    part's blocks; it is "" outside of blocks."""
+    """The changes as rows of texts, folded as `Plan.diff` prints them, by part of the model."""
     made, found, sections = fold(diff.changes, diff.modules)
     parts = []
     for section, rows in groupby(made, key=lambda row: row.section if "*" in row.section else ""):

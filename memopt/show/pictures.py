@@ -35,13 +35,12 @@ Box = tuple[float, float, float, float]
 
 
 def timeline(plan: Plan, path: str | Path | None) -> Figure:
-    """The figure of a plan's memory over the step (`Plan.plot_timeline`), also written to `path` if that is given."""
+    """The figure of `Plan.plot_timeline`, also written to `path` if that is given."""
     return drawn(lambda: _timeline(plan, step_of(plan)), path)
 
 
 def treemap(plan: Plan, path: str | Path | None, *, planned: bool) -> Figure:
-    """The figure of the bytes by module at the planned peak, or, without `planned`, at the peak with nothing recomputed
-    (`Plan.plot_treemap`), also written to `path` if that is given."""
+    """The figure of `Plan.plot_treemap`, also written to `path` if that is given."""
     return drawn(lambda: _treemap(plan, step_of(plan), planned=planned), path)
 
 
@@ -164,7 +163,9 @@ def _boxes(module: _Module, box: Box, depth: int) -> Iterator[tuple[Box, _Module
     for room, (_, part, band) in zip(squarify([float(part[0]) for part in parts], box), parts, strict=True):
         yield room, part, band, depth
         if not band:
-            yield from _boxes(part, _inside(room, depth), depth + 1)
+            x, y, width, height = room  # the modules in it lie below its label
+            inside = (x + 1.5, y + _HEAD, width - 3, height - _HEAD - 1.5) if _is_named(room, depth) else room
+            yield from _boxes(part, inside, depth + 1)
 
 
 def _through(module: _Module) -> _Module:
@@ -172,12 +173,6 @@ def _through(module: _Module) -> _Module:
     while len(module.parts) == 1 and not module.own:
         (module,) = module.parts.values()
     return module
-
-
-def _inside(box: Box, depth: int) -> Box:
-    """The part of a module's box that is left below its label; all of the box if it is too small for a label."""
-    x, y, width, height = box
-    return (x + 1.5, y + _HEAD, width - 3, height - _HEAD - 1.5) if _is_named(box, depth) else box
 
 
 def _is_named(box: Box, depth: int) -> bool:
@@ -204,8 +199,7 @@ def _draw(axes: Axes, box: Box, module: _Module, band: str, depth: int) -> None:
 
 
 def squarify(areas: Sequence[float], box: Box) -> list[Box]:
-    """A box within `box` for each of the areas, in proportion to them. The areas are positive and sorted, the largest
-    first."""
+    """A box within `box` for each of the areas, which are positive, the largest first, in proportion to them."""
     x, y, width, height = box
     scale = width * height / sum(areas) if areas else 0.0
     placed: list[Box] = []

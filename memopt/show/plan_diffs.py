@@ -8,34 +8,36 @@ from memopt.planning.changes import KEPT, Change, GraphFacts, between
 from memopt.planning.plan import Plan
 from memopt.planning.plan_changes import pass_changes, schedule_changes
 from memopt.planning.plan_graphs import PlanDiff, StageDiff
-from memopt.planning.priced_step import PricedStep, TracedStep
+from memopt.planning.priced_step import PricedStep
 from memopt.units import size
 from passes import diff_graphs
 
 
 def plan_diff(plan: Plan, step: PricedStep, *, order: bool) -> PlanDiff:
-    """What a plan changes in the captured step (`Plan.diff`); with `order`, also operators that only moved. `step` is
-    the step that the plan was made for."""
+    """What a plan changes in the captured `step` (`Plan.diff`); with `order`, also operators that only moved."""
     changes = [*pass_changes(step.traced), *schedule_changes(step.traced, step.problem, plan.regions, order=order)]
     for path, nbytes in plan.kept:
         reason = "so that the backward need not gather them again"
         changes.append(Change(KEPT, "parameters", path, "parameters", nbytes=nbytes, reason=reason))
-    return diff_of(plan, tuple(changes), _modules(step.traced), lambda stage: plan.diff(stage, order=order))
+    regions = step.traced.regions
+    graphs = [one.operators.stages[0] for one in regions if one.operators and one.operators.stages]
+    graphs += [region.module for region in regions]
+    # in the order of the forward as its author wrote it
+    modules = dict.fromkeys(path for module in graphs for path in GraphFacts(module.graph, 0).modules)
+    return diff_of(plan, tuple(changes), tuple(modules), lambda stage: plan.diff(stage, order=order))
 
 
 def diff_of(
     plan: Plan, changes: tuple[Change, ...], modules: tuple[str, ...], of_stage: Callable[[str], StageDiff]
 ) -> PlanDiff:
-    """The diff that shows `changes`, those of a plan to the captured step, with a title that names the plan; `modules`
-    and `of_stage` are fields of `PlanDiff`."""
+    """The diff that shows a plan's `changes`; `modules` and `of_stage` are fields of `PlanDiff`."""
     return PlanDiff(f"{plan.model} on {plan.hardware} within {_budget(plan)}", changes, modules, of_stage)
 
 
 def diff_between(
     plan: Plan, own: PlanDiff, other: Plan, others: PlanDiff, of_stage: Callable[[str], StageDiff]
 ) -> PlanDiff:
-    """The changes that only one of two plans makes, with a title that names both plans. `own` has all changes that
-    `plan` makes to the captured step, and `others` all that `other` makes. `of_stage` is a field of `PlanDiff`."""
+    """The changes that only one of two plans makes; `own` and `others` have all that each makes."""
     title = (
         f"{plan.model} on {plan.hardware}: + is done only by the plan within {_budget(plan)}, "
         f"- only by the plan within {_budget(other)}"
@@ -45,8 +47,7 @@ def diff_between(
 
 
 def plans_diff(plan: Plan, step: PricedStep, other: Plan, others: PricedStep, *, order: bool) -> PlanDiff:
-    """The changes that only one of two plans makes (`Plan.diff`); with `order`, also operators that only moved. `step`
-    is the step that `plan` was made for, `others` the one that `other` was made for."""
+    """The changes that only one of two plans makes (`Plan.diff`); `step` and `others` are their steps."""
 
     def of_stage(stage: str) -> StageDiff:
         graphs = [one.graphs for one in (other, plan)]
@@ -63,13 +64,6 @@ def plans_diff(plan: Plan, step: PricedStep, other: Plan, others: PricedStep, *,
 
     own, before = plan_diff(plan, step, order=order), plan_diff(other, others, order=order)
     return diff_between(plan, own, other, before, of_stage)
-
-
-def _modules(captured: TracedStep) -> tuple[str, ...]:
-    """The paths of all modules that call operators, in the order of the forward as its author wrote it."""
-    graphs = [one.operators.stages[0] for one in captured.regions if one.operators and one.operators.stages]
-    graphs += [region.module for region in captured.regions]
-    return tuple(dict.fromkeys(path for module in graphs for path in GraphFacts(module.graph, 0).modules))
 
 
 def _budget(plan: Plan) -> str:

@@ -63,8 +63,7 @@ def parts(plan: Plan, width: int = 110) -> list[RenderableType]:
 def _tables(
     plan: Plan, width: int, byte_rows: int | None = None, module_rows: int | None = None
 ) -> list[RenderableType]:
-    """The headline and the tables, with at most `byte_rows` rows of bytes (None: all) and `module_rows` rows of modules
-    (None: `_MODULE_ROWS`)."""
+    """The headline and the tables, with at most so many rows of bytes and of modules (None: all, `_MODULE_ROWS`)."""
     shown: list[RenderableType | None] = [
         headline(plan),
         _offload_line(plan) if plan.moved_bytes else None,
@@ -89,8 +88,7 @@ def as_text(*parts: RenderableType, width: int = 110) -> str:
 
 
 def new_table(title: str, *headers: str | Column, right: Iterable[str] = ()) -> Table:
-    """A table without rows: columns with these `headers`, then columns with the headers `right`, which are aligned to
-    the right."""
+    """A table without rows: columns with these `headers`, then columns `right`, which are aligned to the right."""
     numbers = (Column(header, justify="right") for header in right)
     return Table(*headers, *numbers, title=title, title_justify="left")
 
@@ -109,8 +107,7 @@ def headline(plan: Plan) -> str:
 
 
 def _added(plan: Plan) -> str:
-    """The added time in words, with the part of guards and memopt's own code, the lower bound, and the range of times
-    to expect of a planned step."""
+    """The added time in words, with the part of memopt's own code, the lower bound, and the time to expect."""
     fastest, slowest = map(duration, measured_seconds(plan.step_seconds + plan.added_seconds))
     own = f"{plan.host_share:.1%} for Dynamo's guards and memopt's Python code"
     own = f"including {own}, " if plan.host_share >= _NOTABLE else ""
@@ -121,15 +118,12 @@ def _added(plan: Plan) -> str:
 
 
 def before_all(plan: Plan) -> tuple[str, int]:
-    """The step that a plan is compared with, as a phrase, and its peak in bytes: the plain step, or, where that was not
-    counted, the captured one."""
+    """The step that a plan is compared with, as a phrase, and its peak: the plain step, or else the captured one."""
     first = plan.receipt[0] if plan.receipt else ReceiptRow("", plan.plain.peak_bytes, plan.step_seconds)
     return first.lever or AS_CAPTURED, first.peak_bytes
 
 
 def _offload_line(plan: Plan) -> str:
-    """A sentence about offloading: the bytes that are copied, the most on the host at once, and the time that compute
-    waits for copies. Bytes on the host are not part of the budget."""
     return (
         f"offloaded: {size(plan.moved_bytes)} per step are copied to the host and back, at most "
         f"{size(plan.host_bytes)} at a time; {_bound(plan)}"
@@ -137,8 +131,6 @@ def _offload_line(plan: Plan) -> str:
 
 
 def _hosted_line(plan: Plan) -> str:
-    """A sentence about the frozen parameters that stay on the host, and the bytes of them that a step copies to the
-    device."""
     return (
         f"on the host: {size(plan.hosted_bytes)} of frozen parameters, of which a step copies "
         f"{size(plan.brought_bytes)} to the device{'' if plan.moved_bytes else f'; {_bound(plan)}'}"
@@ -153,7 +145,6 @@ def _bound(plan: Plan) -> str:
 
 
 def _kept_line(plan: Plan) -> str:
-    """A sentence about the blocks whose parameters stay gathered for the backward."""
     paths = [path for path, _ in plan.kept]
     named = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
     held = size(sum(nbytes for _, nbytes in plan.kept))
@@ -164,8 +155,6 @@ def _kept_line(plan: Plan) -> str:
 
 
 def _decisions_line(plan: Plan) -> str:
-    """A sentence about the operators that are never recomputed because they decide something, and the bytes of their
-    results that are saved."""
     calls: Counter[str] = Counter()
     for row in plan.decisions:
         calls[row.operator] += row.calls
@@ -180,8 +169,7 @@ def _decisions_line(plan: Plan) -> str:
 
 
 def bytes_table(plan: Plan, most: int | None = None) -> Table:
-    """A table of the bytes of each row of the account at the peak, with nothing recomputed and as planned. If there are
-    more than `most` rows, the smallest are summed in one."""
+    """The bytes of each row of the account at the peak. Of more than `most` rows, the smallest are summed in one."""
     table = new_table("Where every byte goes at the peak", "row", right=("nothing recomputed", "planned"))
     plain, planned = dict(plan.plain.rows), dict(plan.planned.rows)
     names = list(dict.fromkeys([*plain, *planned]))
@@ -204,8 +192,7 @@ def bytes_table(plan: Plan, most: int | None = None) -> Table:
 
 
 def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
-    """A table with a row for each module, or each run of equal blocks, summed over submodules until there are at most
-    `most` rows."""
+    """A row for each module or run of equal blocks, summed over submodules down to at most `most` rows."""
     rows = alike(folded(plan.modules)) if most is None else alike(folded(plan.modules, most, runs=True))
     wide, offloads = width >= _WIDE, bool(plan.moved_bytes)
     longest = max((len(row.path) for row, *_ in rows), default=0)
@@ -252,7 +239,9 @@ def folded(rows: Iterable[ModuleRow], most: int = _MODULE_ROWS, *, runs: bool = 
         merged: dict[str, ModuleRow] = {}
         for row in rows:
             path = ".".join(row.path.split(".")[: depth + 1])
-            merged[path] = _sum(merged[path], row) if path in merged else replace(row, path=path)
+            known = vars(merged[path]) if path in merged else {}
+            sums = {name: value + getattr(row, name) for name, value in known.items() if name != "path"}
+            merged[path] = replace(row, path=path, **sums)
         found = list(merged.values())
         if len(alike(found) if runs else found) <= most or depth == 0:
             return found
@@ -274,8 +263,7 @@ def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
 
 
 def _siblings(a: ModuleRow, b: ModuleRow) -> bool:
-    """Whether two rows are numbered elements of one list of modules with equal figures; times may differ by
-    rounding."""
+    """Whether two rows are numbered elements of one list of modules with equal figures, but for rounding of times."""
     if a.path.rpartition(".")[0] != b.path.rpartition(".")[0] or not a.path[-1:].isdigit():
         return False
     times = ((a.seconds, b.seconds), (a.added_seconds, b.added_seconds))
@@ -283,13 +271,8 @@ def _siblings(a: ModuleRow, b: ModuleRow) -> bool:
     return close and a == replace(b, path=a.path, seconds=a.seconds, added_seconds=a.added_seconds)
 
 
-def _sum(a: ModuleRow, b: ModuleRow) -> ModuleRow:
-    return replace(a, **{name: value + getattr(b, name) for name, value in vars(a).items() if name != "path"})
-
-
 def _cluster_table(step: ClusterStep) -> Table:
-    """A table of the seconds of one card's step by what bounds them, and of the exchanges of its groups of
-    parameters."""
+    """The seconds of one card's step by what bounds them, and the exchanges of its groups of parameters."""
     title = (
         f"On {step.cards:,} cards ({step.mesh}) over {step.interconnect}: a step takes {duration(step.seconds)}, most "
         f"of it bounded by {step.bound}"

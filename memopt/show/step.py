@@ -132,8 +132,7 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """The first moment with the most bytes; the optimizer's step is returned only if it holds more than any other
-        moment."""
+        """The first moment with the most bytes."""
         return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__)
 
     @property
@@ -149,8 +148,7 @@ class StepMemory:
             yield now.op, WORKSPACE, now.workspace_bytes
 
     def rows(self, moment: int) -> Mapping[str, int]:
-        """The account's rows, with their bytes, that are constant in the phase of a moment: during the optimizer's
-        step, or before it."""
+        """The rows of the account that are constant before the optimizer's step, or, at that moment, its rows."""
         return self.resident if moment < len(self.evaluations) else self.optimizer
 
 

@@ -18,7 +18,7 @@ from memopt.planning.priced_step import TracedStep
 from memopt.planning.schedule_parts import forward_evaluations
 from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp, TypedOp
 from memopt.solver import Link, RematProblem, Schedule
-from memopt.solver.simulator import TimeLine, lifetimes, time_line
+from memopt.solver.simulator import lifetimes, time_line
 from passes.graphs.graph_text import format_dtype, format_value
 from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
 
@@ -30,50 +30,31 @@ def _memory(
     problem: RematProblem, schedule: Schedule, account: Account, numbers: Sequence[int], link: Link | None
 ) -> StepMemory:
     """The memory of a step that runs by `schedule`. `numbers` gives the index in `Step.ops` of each op of the problem;
-    `link` is the link to the host, None for a schedule without offloads. Resident bytes come from `account`; those of
-    the problem are ignored."""
+    `link` is the link to the host, None for a schedule without offloads. Resident bytes come from `account`."""
     times = time_line(problem, schedule, link or ANY_LINK)
+    first: dict[int, int] = {}
+    evaluations = []
+    for at, (op, start) in enumerate(zip(schedule.evaluations, times.starts, strict=True)):
+        evaluations.append(Evaluation(numbers[op], start, problem.ops[op].workspace_bytes, op in first))
+        first.setdefault(op, at)
+    ranges = []
+    for storage, born, dies in lifetimes(problem, schedule.evaluations, schedule.offloads):
+        maker = problem.producer[storage]
+        kind = kind_of(problem, storage, first=born == first[maker], fetched=schedule.evaluations[born] != maker)
+        ranges.append(LiveRange(numbers[maker], problem.storages[storage].bytes, kind, born, dies))
+    copies = []
+    for offload, out, back in zip(schedule.offloads, times.out, times.back, strict=True):
+        what = numbers[problem.producer[offload.storage]], problem.storages[offload.storage].bytes
+        copies += [Copy(*what, True, *out), Copy(*what, False, *back)]
     return StepMemory(
         resident={row: nbytes for row, nbytes in resident_rows(account).items() if nbytes},
-        evaluations=tuple(_evaluations(problem, schedule, numbers, times)),
+        evaluations=tuple(evaluations),
         boundary=forward_evaluations(problem, schedule),
-        ranges=_ranges(problem, schedule, numbers),
+        ranges=tuple(sorted(ranges, key=lambda kept: kept.first)),
         optimizer={row: nbytes for row, nbytes in optimizer_rows(account, problem.output_bytes).items() if nbytes},
         seconds=sum(problem.ops[op].seconds for op in schedule.evaluations) + times.stall_seconds,
-        copies=_copies(problem, schedule, numbers, times),
+        copies=tuple(sorted(copies, key=lambda copy: copy.start)),
     )
-
-
-def _evaluations(
-    problem: RematProblem, schedule: Schedule, numbers: Sequence[int], times: TimeLine
-) -> Iterator[Evaluation]:
-    seen: set[int] = set()
-    for op, start in zip(schedule.evaluations, times.starts, strict=True):
-        yield Evaluation(numbers[op], start, problem.ops[op].workspace_bytes, op in seen)
-        seen.add(op)
-
-
-def _ranges(problem: RematProblem, schedule: Schedule, numbers: Sequence[int]) -> tuple[LiveRange, ...]:
-    """The live ranges of all storages, several for one that is recomputed or fetched, in the order of their
-    beginning."""
-    evaluations = schedule.evaluations
-    first = {op: position for position, op in reversed(list(enumerate(evaluations)))}
-    found = []
-    for storage, born, dies in lifetimes(problem, evaluations, schedule.offloads):
-        maker = problem.producer[storage]
-        kind = kind_of(problem, storage, first=born == first[maker], fetched=evaluations[born] != maker)
-        found.append(LiveRange(numbers[maker], problem.storages[storage].bytes, kind, born, dies))
-    return tuple(sorted(found, key=lambda kept: kept.first))
-
-
-def _copies(problem: RematProblem, schedule: Schedule, numbers: Sequence[int], times: TimeLine) -> tuple[Copy, ...]:
-    """The copies to the host and back, in the order of their beginning."""
-    found = []
-    for offload, out, back in zip(schedule.offloads, times.out, times.back, strict=True):
-        op = numbers[problem.producer[offload.storage]]
-        nbytes = problem.storages[offload.storage].bytes
-        found += [Copy(op, nbytes, True, *out), Copy(op, nbytes, False, *back)]
-    return tuple(sorted(found, key=lambda copy: copy.start))
 
 
 def step_of(plan: Plan) -> Step:
@@ -97,8 +78,7 @@ def step_of(plan: Plan) -> Step:
 
 
 def smallest_memory(plan: Plan, step: Step) -> StepMemory:
-    """The memory over time of a plan's step within the smallest budget that works. `step` is what
-    `step_of` returns for the plan."""
+    """The memory of a plan's `step` (see `step_of`) within the smallest budget that works."""
     priced, joined = plan.solved[0], plan.solved[0].problem
     number = {op.name: at for at, op in enumerate(step.ops)}
     numbers = [number[name] for name in op_names(priced.traced, joined)]
@@ -107,8 +87,7 @@ def smallest_memory(plan: Plan, step: Step) -> StepMemory:
 
 
 def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
-    """The nodes of `Plan.networkx` as operators of the step: those of the joint graphs, and what takes memory beside
-    them."""
+    """The nodes of `Plan.networkx` as operators of the step."""
     of_region = [GraphFacts(region.module.graph, number) for number, region in enumerate(captured.regions)]
     nodes = {name: (of_region[number], node) for name, number, node in named_nodes(captured)}
     for name, given in graph.nodes(data=True):
@@ -134,8 +113,7 @@ def _parameters(captured: TracedStep) -> dict[str, int]:
 
 
 def _types(captured: TracedStep) -> Iterator[TypedOp]:
-    """The operators of the forward with a floating-point result and their dtypes: in the operator graph of each region
-    as it was rewritten last, or in the joint graph where a region has none."""
+    """The operators of the forward with a floating-point result, as they were rewritten last."""
     for region in captured.regions:
         rewritten = region.operators if region.operators and region.operators.stages else None
         graph = (rewritten.stages[-1] if rewritten else region.module).graph
