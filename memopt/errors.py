@@ -106,17 +106,9 @@ class BudgetError(ValueError):
 
     def adding(self, *further: str, smallest_bytes: int | None = None) -> BudgetError:
         """The same error with further notes, and with another smallest budget in bytes if one is given."""
-        return BudgetError(
-            self.budget_bytes,
-            self.smallest_bytes if smallest_bytes is None else smallest_bytes,
-            self.dominated_by,
-            least=self.least,
-            further=(*self.notes, *further),
-            ways=self.ways,
-            proposals=self.proposals,
-            smallest_with=self.smallest_with,
-            untried=self.untried,
-        )
+        smallest = self.smallest_bytes if smallest_bytes is None else smallest_bytes
+        given: Any = {one: getattr(self, one) for one in ("least", "ways", "proposals", "smallest_with", "untried")}
+        return BudgetError(self.budget_bytes, smallest, self.dominated_by, further=(*self.notes, *further), **given)
 
 
 def _row(peak: str, time: str, *texts: str) -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,24 +24,16 @@ def live_objects(*kinds: type) -> list[Any]:
     return _of(kinds, _old.with_young())
 
 
-def _of(kinds: tuple[type, ...], candidates: Iterable[Any]) -> list[Any]:
-    wanted: dict[type, bool] = {}
-    found = []
-    for candidate in candidates:
-        # type(), not isinstance: the latter runs `__class__` properties of lazy modules and proxies.
-        kind = type(candidate)
-        is_wanted = wanted.get(kind)
-        if is_wanted is None:
-            is_wanted = wanted[kind] = issubclass(kind, kinds)
-        if is_wanted:
-            found.append(candidate)
-    return found
+def _of(kinds: tuple[type, ...], candidates: list[Any]) -> list[Any]:
+    # type(), not isinstance: the latter runs `__class__` properties of lazy modules and proxies.
+    wanted = {kind for kind in set(map(type, candidates)) if issubclass(kind, kinds)}
+    return [one for one in candidates if type(one) in wanted]
 
 
 def _young() -> list[Any]:
     """The tensors, optimizers and marks in the younger two generations."""
-    # An object that moves between these two calls is found twice. One list of both would contain itself.
-    return _of(_KINDS, chain(gc.get_objects(0), gc.get_objects(1)))
+    # An object that moves between these two calls is found twice.
+    return _of(_KINDS, gc.get_objects(0)) + _of(_KINDS, gc.get_objects(1))
 
 
 class _OldObjects:

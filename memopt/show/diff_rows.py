@@ -118,13 +118,13 @@ def entries(changes: Iterable[Change], where: Mapping[str, ModulePlace]) -> list
 def rows(found: Iterable[DiffEntry], level: int) -> list[Row]:
     """The entries as rows; each higher level (0 to `LEVELS` - 1) shows more entries in one row. Rows are sorted by
     section and module in the order of the entries, and by kind of change within a module."""
-    groups: dict[tuple[object, ...], list[DiffEntry]] = defaultdict(list)
+    groups: dict[tuple[tuple[str, str], object], list[DiffEntry]] = defaultdict(list)
     modules: dict[tuple[str, str], int] = {}
     for entry in found:
-        section, inner = _section(entry, level), _inner(entry, level)
-        modules.setdefault((section, inner), len(modules))
-        groups[(section, inner, *_what(entry, level))].append(entry)
-    made = [Row(_section(some[0], level), _inner(some[0], level), tuple(some)) for some in groups.values()]
+        place = _section(entry, level), _inner(entry, level)
+        modules.setdefault(place, len(modules))
+        groups[place, _what(entry, level)].append(entry)
+    made = [Row(*place, tuple(some)) for (place, _), some in groups.items()]
     sections = list(dict.fromkeys(section for section, _ in modules))
     return sorted(
         made,

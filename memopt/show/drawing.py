@@ -33,8 +33,8 @@ _PADDING = 0.4
 _NEARER = 1.4
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty matplotlib figure of this size in inches. Raises `ModuleNotFoundError` without matplotlib."""
+def new_figure(width: float, height: float, **margins: float) -> tuple[Figure, Axes]:
+    """An empty matplotlib figure of this size in inches, and its axes. Raises `ModuleNotFoundError` without it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -45,7 +45,8 @@ def new_figure(width: float, height: float) -> Figure:
 
     figure = Figure(figsize=(width, height), dpi=160)
     FigureCanvasAgg(figure)  # needed to measure texts
-    return figure
+    figure.subplots_adjust(**margins)
+    return figure, figure.subplots()
 
 
 def quiet_frame(axes: Axes, font_size: float) -> None:

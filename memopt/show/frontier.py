@@ -119,9 +119,7 @@ def as_svg(frontier: Frontier) -> str | None:
 
 def figure_of(frontier: Frontier) -> Figure:
     """The curve of added time over the budget. Raises `ModuleNotFoundError` without matplotlib."""
-    figure = new_figure(8.0, 5.0)
-    axes = figure.subplots()
-    figure.subplots_adjust(left=0.085, right=0.97, bottom=0.11, top=0.83)
+    figure, axes = new_figure(8.0, 5.0, left=0.085, right=0.97, bottom=0.11, top=0.83)
     unit, scale = _unit_of(frontier)
     _frame(figure, axes, frontier, unit, scale)
     _ends(axes, frontier, scale)

@@ -45,9 +45,7 @@ def treemap(plan: Plan, path: str | Path | None, *, planned: bool) -> Figure:
 
 
 def _timeline(plan: Plan, step: Step) -> Figure:
-    figure = new_figure(9.0, 4.6)
-    axes = figure.subplots()
-    figure.subplots_adjust(left=0.075, right=0.98, bottom=0.22, top=0.87)
+    figure, axes = new_figure(9.0, 4.6, left=0.075, right=0.98, bottom=0.22, top=0.87)
     end = end_of(step)
     scale, time_unit = next((one for one in _TIMES if end * one[0] >= 1), _TIMES[-1])
     x = [column / _COLUMNS * end * scale for column in range(_COLUMNS)]
@@ -120,11 +118,9 @@ class _Module:
 
 
 def _treemap(plan: Plan, step: Step, *, planned: bool) -> Figure:
-    figure = new_figure(9.0, 5.4)
+    figure, axes = new_figure(9.0, 5.4, left=0.01, right=0.99, bottom=0.1, top=0.9)
     from matplotlib.patches import Patch
 
-    axes = figure.subplots()
-    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.1, top=0.9)
     axes.set_xlim(0, _WIDTH)
     axes.set_ylim(_HEIGHT, 0)
     axes.set_axis_off()

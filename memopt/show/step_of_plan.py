@@ -11,13 +11,14 @@ from memopt.account.account import Account
 from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, resident_rows
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts, operator_name
+from memopt.planning.joined import Joined
 from memopt.planning.on_card import on_card
 from memopt.planning.plan import Plan
 from memopt.planning.plan_views import named_nodes, op_names
 from memopt.planning.priced_step import TracedStep
 from memopt.planning.schedule_parts import forward_evaluations
 from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp, TypedOp
-from memopt.solver import Link, RematProblem, Schedule
+from memopt.solver import Link, Schedule
 from memopt.solver.simulator import lifetimes, time_line
 from passes.graphs.graph_text import format_dtype, format_value
 from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 
 
 def _memory(
-    problem: RematProblem, schedule: Schedule, account: Account, numbers: Sequence[int], link: Link | None
+    ops: Sequence[StepOp], captured: TracedStep, joined: Joined, schedule: Schedule, account: Account, link: Link | None
 ) -> StepMemory:
-    """The memory of a step that runs by `schedule`. `numbers` gives the index in `Step.ops` of each op of the problem;
-    `link` is the link to the host, None for a schedule without offloads. Resident bytes come from `account`."""
+    """The memory of a step, whose operators are `ops`, if it runs by `schedule`. `link` is the link to the host, None
+    for a schedule without offloads. Resident bytes come from `account`."""
+    problem, known = joined.problem, {op.name: at for at, op in enumerate(ops)}
+    numbers = [known[name] for name in op_names(captured, joined)]
     times = time_line(problem, schedule, link or ANY_LINK)
     first: dict[int, int] = {}
     evaluations = []
@@ -65,13 +68,11 @@ def step_of(plan: Plan) -> Step:
     graph, (step, schedule) = plan.networkx(), plan.solved
     captured, seen, plain = step.traced, step.seen, step.plain
     ops = tuple(_ops(captured, graph))
-    number = {op.name: at for at, op in enumerate(ops)}
     save_all = Schedule.save_all(plain.problem)
-    numbers, seen_numbers = ([number[name] for name in op_names(captured, joined)] for joined in (plain, seen))
     return Step(
         ops,
-        _memory(plain.problem, save_all, on_card(plain, save_all, plan.account), numbers, None),
-        _memory(seen.problem, schedule, plan.account, seen_numbers, step.settings.link),
+        _memory(ops, captured, plain, save_all, on_card(plain, save_all, plan.account), None),
+        _memory(ops, captured, seen, schedule, plan.account, step.settings.link),
         _parameters(captured),
         tuple(_types(captured)),
     )
@@ -80,10 +81,8 @@ def step_of(plan: Plan) -> Step:
 def smallest_memory(plan: Plan, step: Step) -> StepMemory:
     """The memory of a plan's `step` (see `step_of`) within the smallest budget that works."""
     priced, joined = plan.solved[0], plan.solved[0].problem
-    number = {op.name: at for at, op in enumerate(step.ops)}
-    numbers = [number[name] for name in op_names(priced.traced, joined)]
     schedule = joined.smallest.schedule
-    return _memory(joined.problem, schedule, on_card(joined, schedule, plan.account), numbers, None)
+    return _memory(step.ops, priced.traced, joined, schedule, on_card(joined, schedule, plan.account), None)
 
 
 def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
