@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
-from types import TracebackType
 from typing import ClassVar
 
 import torch
@@ -102,9 +101,7 @@ class PeakMeter:
         self._running.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._events is not None:
             self._running.remove(self)
             inside = self._events.stop()[self._blocks :]

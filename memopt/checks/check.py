@@ -93,9 +93,8 @@ class AccountCheck:
 
 def _cells(row: AccountRow) -> tuple[str, ...]:
     apart = row.difference_bytes
-    sign = "-" if apart < 0 else "+"
     share = f"{row.difference:+.2%}" if apart and row.measured_bytes else ""
-    difference = f"{sign}{size(abs(apart))}" if apart else "–"
+    difference = f"{'+' * (apart > 0)}{size(apart)}"
     return row.name, size(row.predicted_bytes), size(row.measured_bytes), difference, share
 
 

@@ -181,7 +181,7 @@ def _exact(
         found: Exact | str = f"a run in float64 would hold {size(needed)} on {start.device}, and {known}"
     else:
         found = float64_step(model, call, loss_fn, start.generators, plain.generators)
-    if isinstance(found, Exact):
+    if not isinstance(found, str):
         return found
     if reference == "float64":
         raise ValueError(f"there is no float64 reference, since {found}; compare with reference='fp32'")
@@ -192,14 +192,14 @@ def _exact(
 def _accuracies(
     exact: Exact | None, plain: MeasuredStep, autocast: MeasuredStep | None, ours: Sequence[MeasuredStep]
 ) -> Accuracies:
-    against = exact or Exact(plain.run.loss, plain.gradients)
+    against = exact or (plain.run.loss, plain.gradients)
 
     def accuracy(step: MeasuredStep) -> Accuracy:
-        return Accuracy.of(step.run.loss, step.gradients, against.loss, against.gradients)
+        return Accuracy.of(step.run.loss, step.gradients, *against)
 
     return Accuracies(
         "float64" if exact else "fp32",
-        against.loss,
+        against[0],
         accuracy(plain) if exact else None,
         accuracy(autocast) if autocast else None,
         max(map(accuracy, ours), key=lambda found: (found.gradient, found.loss)),

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -184,9 +183,7 @@ class PhaseMeter:
         self.phases += (_Phase(peak - self._start, now - self._start),)
         kind.reset_peak(self._device)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not device_of(self._device).caching:
             self.phases = _phases(self._events.stop()[self._start :])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +75,7 @@ class Accuracy:
         return tuple(sorted(self.gradients, key=lambda error: (not error.counts, -error.relative)))
 
     @classmethod
-    def of(
-        cls, loss: float, gradients: Mapping[str, torch.Tensor], exact_loss: float, exact: Mapping[str, torch.Tensor]
-    ) -> Accuracy:
+    def of(cls, loss: float, gradients: Tensors, exact_loss: float, exact: Tensors) -> Accuracy:
         """Compare a run's loss and gradients with the reference's, by the names of parameters."""
         whole = _length(float(dense(gradient).norm()) for gradient in exact.values())
         errors, off = [], []
@@ -133,12 +131,8 @@ def ratio_of(part: float, whole: float) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
-@dataclass(frozen=True)
-class Exact:
-    """The loss and the gradients, by the names of parameters, of a step in float64."""
-
-    loss: float
-    gradients: Tensors
+Exact = tuple[float, Tensors]
+"""The loss and the gradients, by the names of parameters, of a step that others are compared with."""
 
 
 def float64_step(
@@ -169,10 +163,8 @@ def float64_step(
         return f"it does not run in float64: {in_brief(failure)}"
     if not _same(generator_states(device), after):
         return "float64 draws other random numbers"
-    named = twin.named_parameters()
-    return Exact(
-        float(loss.detach()), {name: on_host(parameter.grad) for name, parameter in named if parameter.grad is not None}
-    )
+    gradients = {name: on_host(one.grad) for name, one in twin.named_parameters() if one.grad is not None}
+    return float(loss.detach()), gradients
 
 
 def _widened(value: Any) -> Any:

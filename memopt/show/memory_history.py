@@ -22,35 +22,28 @@ from memopt.units import size
 _GAPS = 0.1
 """Gaps between blocks get a row if they are more than this share of the reserved bytes."""
 _GAPS_ROW = "gaps between blocks"
-ACTIVATIONS, BACKWARD, STATE, STEP, PARAMETERS, BEFORE, OTHER = (
-    "activations",
-    "gradients and backward",
-    "optimizer state",
-    "optimizer.step()",
-    "parameters and buffers",
-    "held before the recording began",
-    "no stack was recorded",
-)
+_ACTIVATIONS, _BACKWARD, _STATE, _STEP = "activations", "gradients and backward", "optimizer state", "optimizer.step()"
+_PARAMETERS, _BEFORE = "parameters and buffers", "held before the recording began"
 _WRAPPERS = r"(^|/)(torch|einops|accelerate)/|^<"
 """A pattern of files of torch and of wrappers, whose lines do not say where the user's code allocated memory."""
 # For each row, patterns of the function and the file of a frame. A stack belongs to the first row whose patterns match
 # one of its frames. Stacks of the autograd engine's own threads have frames of C++ only.
 _SIGNS = (
-    (STATE, r"(^|\.)_init_group$|(^|\.)init_state$", r"torch/optim/"),
-    (STEP, r"", r"torch/optim/"),
-    (BACKWARD, r"autograd::(Engine|Node|generated)|(^|\.)(backward|_engine_run_backward|grad)$", r""),
-    (ACTIVATIONS, r"(^|\.)_call_impl$", r"torch/nn/modules/module\.py"),
-    (PARAMETERS, r"(^|\.)(_apply|__init__|reset_parameters|load_state_dict|from_pretrained)$", r""),
+    (_STATE, r"(^|\.)_init_group$|(^|\.)init_state$", r"torch/optim/"),
+    (_STEP, r"", r"torch/optim/"),
+    (_BACKWARD, r"autograd::(Engine|Node|generated)|(^|\.)(backward|_engine_run_backward|grad)$", r""),
+    (_ACTIVATIONS, r"(^|\.)_call_impl$", r"torch/nn/modules/module\.py"),
+    (_PARAMETERS, r"(^|\.)(_apply|__init__|reset_parameters|load_state_dict|from_pretrained)$", r""),
 )
 _ADVICE = {
-    ACTIVATIONS: "memopt recomputes what is cheap to compute again, never holds the logits where a loss follows them "
+    _ACTIVATIONS: "memopt recomputes what is cheap to compute again, never holds the logits where a loss follows them "
     "(chunked_loss), and overwrites results that nothing reads any more (reinplace): all on by default",
-    BACKWARD: "gradients need not all be there at once if the optimizer steps within the backward: "
+    _BACKWARD: "gradients need not all be there at once if the optimizer steps within the backward: "
     'allow=memopt.DEFAULT_LEVERS | {"optimizer_in_backward"}; every plan counts the temporaries of the backward',
-    STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
-    STEP: "with fused=True, optimizers such as AdamW need no temporaries for all parameters at once",
-    PARAMETERS: 'allow "bf16_parameters", which halves parameters, gradients and optimizer state',
-    BEFORE: "parameters and all else that was allocated before the recording: call "
+    _STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
+    _STEP: "with fused=True, optimizers such as AdamW need no temporaries for all parameters at once",
+    _PARAMETERS: 'allow "bf16_parameters", which halves parameters, gradients and optimizer state',
+    _BEFORE: "parameters and all else that was allocated before the recording: call "
     "torch.cuda.memory._record_memory_history() before the model is built to see them apart",
     _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer gaps; a plan counts those that are left",
 }
@@ -208,7 +201,7 @@ def _at_the_peak(end: dict[int, Block], events: list[Any]) -> tuple[Iterable[Blo
         elif event["action"] == "free_completed":
             live[event["addr"]] = (event["size"], "", [])
     if events:
-        live = {at: (size, category or BEFORE * (not frames), frames) for at, (size, category, frames) in live.items()}
+        live = {at: (size, category or _BEFORE * (not frames), frames) for at, (size, category, frames) in live.items()}
     begin, last = dict(live), 0
     now = peak = sum(size for size, *_ in live.values())
     for number, event in enumerate(events, 1):
@@ -248,7 +241,7 @@ def _by_line(blocks: Iterable[Block]) -> Iterator[_HeldBlock]:
 def _row(frames: list[Mapping[str, Any]]) -> str:
     """The kind of memory (such as "activations") that was allocated under a stack, the innermost frame first."""
     if not frames:
-        return OTHER
+        return "no stack was recorded"
     for row, function, file in _SIGNS:
         if any(re.search(function, frame["name"]) and re.search(file, _path(frame)) for frame in frames):
             return row

@@ -79,18 +79,13 @@ def page(
     text = json.dumps(figures, ensure_ascii=False, separators=(",", ":"))
     parts = {
         "title": escape(f"{plan.model} on {plan.hardware}: memopt"),
-        "style": page_style(),
+        "style": _asset("page.css"),
         "figures": text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         "script": f'"use strict";\n(() => {{\n{scripts}\n}})();',
     }
     before, *marked = _asset("page.html").split("{{")
     filled = (parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in marked))
     return before + "".join(filled)
-
-
-def page_style() -> str:
-    """The page's style sheet."""
-    return _asset("page.css")
 
 
 def _asset(name: str) -> str:
