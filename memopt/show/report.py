@@ -234,8 +234,8 @@ def folded(rows: Iterable[ModuleRow], most: int = _MODULE_ROWS, *, runs: bool = 
     the module around them. The level is the deepest with at most `most` rows, or else the top one. With `runs`, equal
     rows in a sequence count as one (see `alike`)."""
     rows = list(rows)
-    depth = max((row.path.count(".") for row in rows), default=0)
-    while True:
+    deepest = max((row.path.count(".") for row in rows), default=0)
+    for depth in range(deepest, -1, -1):
         merged: dict[str, ModuleRow] = {}
         for row in rows:
             path = ".".join(row.path.split(".")[: depth + 1])
@@ -243,9 +243,9 @@ def folded(rows: Iterable[ModuleRow], most: int = _MODULE_ROWS, *, runs: bool = 
             sums = {name: value + getattr(row, name) for name, value in known.items() if name != "path"}
             merged[path] = replace(row, path=path, **sums)
         found = list(merged.values())
-        if len(alike(found) if runs else found) <= most or depth == 0:
-            return found
-        depth -= 1
+        if len(alike(found) if runs else found) <= most:
+            break
+    return found
 
 
 def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
