@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import is_
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from memopt.compat.host import HOST
 from memopt.compat.modules import buffers_in, cached_parametrizations, modules_of
@@ -134,7 +135,6 @@ def containers_restored(call: Any) -> Iterator[None]:
         refill(contents)
 
 
-@dataclass(frozen=True)
 class ForwardState:
     """The attributes, buffers and random states of a model before a forward, and the values of its inputs, to be
     restored if the forward is abandoned.
@@ -142,15 +142,14 @@ class ForwardState:
     Large tensors are not copied, except inputs and parameters that are known to be written to: a forward that writes to
     another large one cannot be undone."""
 
-    model: nn.Module
-    device: torch.device
-    attributes: Attributes
-    values: SavedValues
-    """The values of buffers, of other tensors that are attributes of modules, of parameters that the forward is known
-    to write to, and of inputs."""
-    generators: tuple[Any, ...]
-    histories: Mapping[str, Mapping[str, torch.Tensor]]
-    """The histories of largest magnitudes that 8-bit layers with delayed scaling keep."""
+    def __init__(self, model: nn.Module, attributes: Attributes, values: SavedValues) -> None:
+        self.model, self.attributes = model, attributes
+        self.values = values
+        """The values of buffers, of other tensors that are attributes of modules, of parameters that the forward is
+        known to write to, and of inputs."""
+        self.device = _device_of(model)
+        self.generators = generator_states(self.device)
+        self._histories = histories_state(model)  # the largest magnitudes that 8-bit layers with delayed scaling keep
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], written: Collection[int]) -> ForwardState:
@@ -161,19 +160,16 @@ class ForwardState:
         for number, tensor in enumerate(inputs):
             if has_version(tensor):
                 found.append((tensor, on_host(tensor) if number in written else set_aside(tensor)))
-        device = _device_of(model)
-        return cls(model, device, attributes, SavedValues.of(found), generator_states(device), histories_state(model))
+        return cls(model, attributes, SavedValues.of(found))
 
     @classmethod
-    def whole(cls, model: nn.Module) -> ForwardState:
+    def whole(cls, model: nn.Module) -> Self:
         """The current state of `model`, with copies in host memory of all tensors but parameters; of sparse and nested
         buffers, copies of the tensors inside."""
         attributes = Attributes(model)
         found = [part for one in model.buffers() for part in parts_of(one)]
         found += [part for one in attributes.tensors() for part in parts_of(one) if has_version(part)]
-        values = SavedValues.of((part, apart(part)) for part in found)
-        device = _device_of(model)
-        return cls(model, device, attributes, values, generator_states(device), histories_state(model))
+        return cls(model, attributes, SavedValues.of((part, apart(part)) for part in found))
 
     def can_be_undone(self) -> bool:
         """Whether every tensor that was written to since this state was taken has a copy to be restored from."""
@@ -183,22 +179,17 @@ class ForwardState:
         """Set the model and the generators back to this state."""
         self.attributes.restore()
         self.values.undo()
-        load_histories(self.model, self.histories)
+        load_histories(self.model, self._histories)
         set_generators(self.generators, self.device)
 
 
-@dataclass(frozen=True)
 class TrainingState(ForwardState):
     """The gradients of a model at one moment, and all that a forward may change except the values of parameters (see
     `parameters_restored`). Every such change can be undone."""
 
-    gradients: tuple[tuple[nn.Parameter, torch.Tensor | None], ...]
-
-    @classmethod
-    def now(cls, model: nn.Module) -> TrainingState:
-        """The current state of `model`. Gradients are referenced, not copied."""
-        gradients = tuple((parameter, parameter.grad) for parameter in model.parameters())
-        return cls(**vars(ForwardState.whole(model)), gradients=gradients)
+    def __init__(self, model: nn.Module, attributes: Attributes, values: SavedValues) -> None:
+        super().__init__(model, attributes, values)
+        self.gradients = tuple((parameter, parameter.grad) for parameter in model.parameters())  # not copied
 
     def restore(self) -> None:
         """Set the model back to this state, but all gradients to None (see `restore_gradients`)."""

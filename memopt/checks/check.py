@@ -132,7 +132,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
         return calls(*call[0], **call[1])
 
     with calls.share.held_still(call), calls.plain_calls.not_allowed(), stage("metering steps"):
-        start = TrainingState.now(model)
+        start = TrainingState.whole(model)
         with optimizer_restored(optimizer), torch.enable_grad():
             try:
                 start.restore()

@@ -23,7 +23,7 @@ from memopt.planning.changes import source_line
 from memopt.planning.plan import Plan
 from memopt.progress import stage
 from memopt.rewrite.policy import dtype_name
-from memopt.run.session import Session, session_of
+from memopt.run.session import Session
 from memopt.saved_values import parameters_restored, values_restored
 from memopt.training_state import TrainingState, containers_restored
 from memopt.units import size
@@ -80,7 +80,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
 
 
 def _compared(model: nn.Module, planned: Session, call: Call, reference: str) -> Comparison:
-    start = TrainingState.now(model)
+    start = TrainingState.whole(model)
     low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
     notes: list[str] = []
     try:
@@ -114,8 +114,8 @@ def _runs(
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
     with _restored(planned.model, call):
         first = first_run(lambda: calls(*args, **kwargs), start, planned.low)
+    beside = () if first is None else (first,)
     with _restored(planned.model, call):
-        beside = () if first is None else (first,)
         ours = [scaled(lambda: calls(*args, **kwargs), start, beside, planned.low), *beside]
     if first is None:
         notes.append(
@@ -226,8 +226,7 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
     accuracies = comparison.accuracies
     if comparison.bitwise or not math.isfinite(comparison.plain.loss):
         return comparison
-    planned = session_of(model)
-    assert planned is not None, "memopt.compare has run the model, so it is an optimised one"
+    planned = optimised(model)
     plan = planned.latest
     limit = _limit(comparison, plan)
     wrong = wrong_gradients(accuracies.optimized, limit, SHARE if limit == ROUNDING else 1.0)

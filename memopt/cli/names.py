@@ -55,7 +55,7 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
     _check_arguments(found, values, name)
 
     def build() -> tuple[nn.Module, Any]:
-        with _as_usage_error(f"{name} raised %s when it was called"), _own_output():
+        with _users_code(f"{name} raised %s when it was called"):
             return _checked(found(**values) if callable(found) and not isinstance(found, nn.Module) else found, name)
 
     return build
@@ -91,7 +91,7 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         left_out = [name for name, module in model.named_modules() if module is head and name]
         config = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=left_out or None)
-        with _as_usage_error("--lora: peft raised %s"):
+        with _users_code("--lora: peft raised %s"):
             # within a module that has no `config`, by which PEFT would find stacked experts
             inject_adapter_in_model(config, nn.Sequential(model.to(dtype)), low_cpu_mem_usage=True)
         if getattr(getattr(model, "config", None), "use_cache", False):
@@ -141,7 +141,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _loaded(module: str) -> ModuleType:
     """The user's module, by its dotted name or by the path of its file."""
-    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
+    with _users_code(f"{module} raised %s when it was imported"):
         return _load_file(Path(module)) if module.endswith(".py") else _import(module)
 
 
@@ -208,10 +208,12 @@ def _checked(made: Any, name: str) -> tuple[nn.Module, Any]:
 
 
 @contextlib.contextmanager
-def _as_usage_error(sentence: str) -> Iterator[None]:
-    """Context in which an error of the user's code becomes a `UsageError`; `sentence` has "%s" in its place."""
+def _users_code(sentence: str) -> Iterator[None]:
+    """Context for the user's code: what it prints goes to stderr, and its errors become a `UsageError`, whose text is
+    `sentence` with the error in place of "%s"."""
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the command's answer
+            yield
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
@@ -219,13 +221,6 @@ def _as_usage_error(sentence: str) -> Iterator[None]:
         file = Path(frame.f_code.co_filename)
         place = f" (line {line} of {file.name})" if file != Path(__file__) else ""
         raise UsageError(sentence.replace("%s", one_line(error)) + place) from error
-
-
-@contextlib.contextmanager
-def _own_output() -> Iterator[None]:
-    """Context in which what the user's code prints goes to stderr: stdout is for the command's answer."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
 
 
 def card_named(name: str | None) -> str | None:

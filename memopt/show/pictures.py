@@ -50,8 +50,15 @@ def _timeline(plan: Plan, step: Step) -> Figure:
     scale, time_unit = next((one for one in _TIMES if end * one[0] >= 1), _TIMES[-1])
     x = [column / _COLUMNS * end * scale for column in range(_COLUMNS)]
     unit, per_unit = ("GB", GIB) if step.plain.peak_bytes >= GIB else ("MB", 1024**2)
-    _stack(axes, step.planned, x, end, per_unit)
-    _line(axes, step.plain, x, end, per_unit)
+    base = [0.0] * _COLUMNS
+    for band, values in bands(step.planned, columns(step.planned, _COLUMNS, end)).items():
+        top = [low + value / per_unit for low, value in zip(base, values, strict=True)]
+        axes.fill_between(x, base, top, step="post", color=COLOURS[band], linewidth=0, label=band)
+        base = top
+    moments = zip(x, columns(step.plain, _COLUMNS, end), strict=True)
+    points = [(at, step.plain.live_bytes[moment] / per_unit) for at, moment in moments if moment is not None]
+    across, up = zip(*points, strict=True)
+    axes.plot(across, up, color=_INK, linewidth=1.0, drawstyle="steps-post", label="nothing recomputed")
     highest = max(step.plain.peak_bytes, step.planned.peak_bytes)
     if plan.budget_bytes < _BUDGET_REACH * highest:
         axes.axhline(plan.budget_bytes / per_unit, color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)), label="budget")
@@ -61,22 +68,6 @@ def _timeline(plan: Plan, step: Step) -> Figure:
     _frame(figure, axes, plan, step, unit, time_unit)
     _halves(axes, step.planned, scale)
     return figure
-
-
-def _stack(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit: float) -> None:
-    found = bands(memory, columns(memory, _COLUMNS, end))
-    base = [0.0] * _COLUMNS
-    for band, values in found.items():
-        top = [low + value / per_unit for low, value in zip(base, values, strict=True)]
-        axes.fill_between(x, base, top, step="post", color=COLOURS[band], linewidth=0, label=band)
-        base = top
-
-
-def _line(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit: float) -> None:
-    moments = zip(x, columns(memory, _COLUMNS, end), strict=True)
-    points = [(at, memory.live_bytes[moment] / per_unit) for at, moment in moments if moment is not None]
-    across, up = zip(*points, strict=True)
-    axes.plot(across, up, color=_INK, linewidth=1.0, drawstyle="steps-post", label="nothing recomputed")
 
 
 def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
@@ -91,12 +82,15 @@ def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
         )  # fmt: skip
 
 
+def _title(figure: Figure, plan: Plan, told: str, left: float, right: float) -> None:
+    figure.text(left, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
+    figure.text(right, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
+
+
 def _frame(figure: Figure, axes: Axes, plan: Plan, step: Step, unit: str, time_unit: str) -> None:
     """Draw titles, the labels of the axes and the legend."""
-    figure.text(0.075, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
     told = f"peak {size(step.planned.peak_bytes)} within {size(plan.budget_bytes)}"
-    told += f"; {size(step.plain.peak_bytes)} with nothing recomputed"
-    figure.text(0.98, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
+    _title(figure, plan, f"{told}; {size(step.plain.peak_bytes)} with nothing recomputed", 0.075, 0.98)
     axes.set_xlabel(f"time of the step, {time_unit}", fontsize=9)
     axes.set_ylabel(f"memory, {unit}", fontsize=9)
     quiet_frame(axes, 8.5)
@@ -131,9 +125,7 @@ def _treemap(plan: Plan, step: Step, *, planned: bool) -> Figure:
         _draw(axes, box, module, band, depth)
         used |= {band} - {""}
     which = "as planned" if planned else "with nothing recomputed"
-    figure.text(0.01, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
-    told = f"{size(memory.peak_bytes)} at the peak {which}, by module"
-    figure.text(0.99, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
+    _title(figure, plan, f"{size(memory.peak_bytes)} at the peak {which}, by module", 0.01, 0.99)
     patches = [Patch(color=colour, label=band) for band, colour in COLOURS.items() if band in used]
     figure.legend(handles=patches, loc="lower center", ncols=6, fontsize=8, frameon=False, handlelength=1.0)
     return figure
