@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         training_loss as training_loss,
         wrap_optimizer as wrap_optimizer,
     )
-    from memopt.checks import Comparison as Comparison, compare as compare
+    from memopt.checks.compare_step import compare as compare
+    from memopt.checks.comparison import Comparison as Comparison
     from memopt.checks.check import AccountCheck as AccountCheck, AccountRow as AccountRow, check as check
     from memopt.errors import (
         BudgetError as BudgetError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Iterator
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,13 +30,9 @@ _OPERATORS, _MODULES, _OUT, _BACK = 1, 2, 3, 4
 _TRACKS = {_OPERATORS: "operators", _MODULES: "modules", _OUT: "copies to the host", _BACK: "copies from the host"}
 Event = dict[str, Any]
 _COLOURS = {
-    "saved": "#cfe0f2",
-    "recomputed": "#f8dcc0",
-    "offloaded": "#f4cfdc",
-    "output": "#e3d7ef",
-    "gradient": "#d5c6e6",
-    "temporary": "#d5ebe4",
-}
+    "saved": "#cfe0f2", "recomputed": "#f8dcc0", "offloaded": "#f4cfdc",
+    "output": "#e3d7ef", "gradient": "#d5c6e6", "temporary": "#d5ebe4",
+}  # fmt: skip
 _LEFT_OUT = frozenset({"input", "alias"})
 _ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
@@ -98,26 +95,18 @@ def _events(step: Step, memory: StepMemory) -> Iterator[Event]:
 
 def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
     """Slices for modules, nested as these are, each over neighbouring operators that the module runs."""
+    runs = [(step.ops[now.op].module, now.start, now.start + step.ops[now.op].seconds) for now in memory.evaluations]
     opened: list[tuple[str, float]] = []
     end = 0.0
-    for now in memory.evaluations:
-        op = step.ops[now.op]
-        path = op.module.split(".") if op.module else []
-        same = 0
-        while same < min(len(opened), len(path)) and opened[same][0] == path[same]:
-            same += 1
-        yield from _closed(opened, same, end)
-        opened += ((part, now.start) for part in path[same:])
-        end = now.start + op.seconds
-    yield from _closed(opened, 0, end)
-
-
-def _closed(opened: list[tuple[str, float]], left: int, end: float) -> Iterator[Event]:
-    """Close all open modules but the first `left`, at `end` seconds; yields their slices, the inner ones first."""
-    while len(opened) > left:
-        path = ".".join(part for part, _ in opened)
-        name, start = opened.pop()
-        yield _slice(name, "module", _MODULES, start, end, {"module": path})
+    for module, start, stop in (*runs, ("", 0.0, 0.0)):
+        path = module.split(".") if module else []
+        same = len(commonprefix([[part for part, _ in opened], path]))
+        while len(opened) > same:  # the inner ones first
+            inner = {"module": ".".join(part for part, _ in opened)}
+            name, begun = opened.pop()
+            yield _slice(name, "module", _MODULES, begun, end, inner)
+        opened += ((part, start) for part in path[same:])
+        end = stop
 
 
 def _counters(memory: StepMemory) -> Iterator[Event]:
