@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Iterator
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -100,7 +99,9 @@ def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
     end = 0.0
     for module, start, stop in (*runs, ("", 0.0, 0.0)):
         path = module.split(".") if module else []
-        same = len(commonprefix([[part for part, _ in opened], path]))
+        same = 0
+        while same < min(len(opened), len(path)) and opened[same][0] == path[same]:
+            same += 1
         while len(opened) > same:  # the inner ones first
             inner = {"module": ".".join(part for part, _ in opened)}
             name, begun = opened.pop()
