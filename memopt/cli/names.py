@@ -69,7 +69,7 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a function in C without a signature
         return
-    if missing := [name for name in needed(parameters) if name not in values]:
+    if missing := [one for one in needed(parameters) if one not in values]:
         give = " ".join(f"--set {argument}=VALUE" for argument in missing)
         raise UsageError(f"{name} needs {', '.join(map(repr, missing))}; give it with {give}")
 

@@ -4,7 +4,7 @@ changes share a row."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memopt.planning.changes import DTYPE, IN_PLACE, KINDS, OFFLOADED, RECOMPUTED, SAVED, Change
@@ -140,14 +140,9 @@ def rows(found: Iterable[DiffEntry], level: int) -> list[Row]:
 def _what(entry: DiffEntry, level: int) -> tuple[object, ...]:
     """A key by which entries of one module are grouped into rows; it tells less apart at each higher `level`."""
     change = entry.first
-    same = (
-        change.sign,
-        change.kind,
-        change.detail if change.kind in (DTYPE, SAVED) or (level == 0 and change.kind != IN_PLACE) else "",
-    )
-    if change.kind not in _BY_LINE:
-        return *same, change.reason if level == 0 else "", entry.blocks if level == 0 else None
-    return *same, change.source if level <= 2 else "", entry.blocks if level == 0 else None
+    in_detail = change.kind in (DTYPE, SAVED) or (level == 0 and change.kind != IN_PLACE)
+    place = change.source * (level <= 2) if change.kind in _BY_LINE else change.reason * (level == 0)
+    return change.sign, change.kind, change.detail * in_detail, place, entry.blocks if level == 0 else None
 
 
 def _inner(entry: DiffEntry, level: int) -> str:
@@ -159,12 +154,3 @@ def _inner(entry: DiffEntry, level: int) -> str:
 def _section(entry: DiffEntry, level: int) -> str:
     section = entry.place.section
     return section.split(".")[0] if level == LEVELS - 1 and not entry.place.block else section
-
-
-def folded(found: Sequence[DiffEntry], lines: Callable[[list[Row]], int], most: int) -> list[Row]:
-    """The rows at the lowest level at which `lines(rows)` is at most `most`; else those of the highest level."""
-    for level in range(LEVELS):
-        made = rows(found, level)
-        if lines(made) <= most:
-            break
-    return made

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from memopt.planning.changes import CAST, DTYPE, IN_PLACE, KEPT, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
-from memopt.show.diff_rows import DiffEntry, ModulePlace, Row, entries, folded, places
+from memopt.show.diff_rows import LEVELS, DiffEntry, ModulePlace, Row, entries, places, rows
 from memopt.terminal import Console, Text
 from memopt.units import duration, size
 
@@ -43,7 +43,11 @@ def fold(
     sections = blocks_of(where)
     most = _MOST_LINES_OF_MANY if max(map(len, sections.values()), default=0) > _MANY else _MOST_LINES
     most -= max(taken - _HEADING, 0)
-    return folded(found, lambda rows: sum(1 for _ in _lines(rows, found, sections, width)), most), found, sections
+    for level in range(LEVELS):
+        made = rows(found, level)
+        if sum(1 for _ in _lines(made, found, sections, width)) <= most:
+            break
+    return made, found, sections
 
 
 def summary(changes: Sequence[Change]) -> str:
