@@ -7,7 +7,6 @@ import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,18 +17,14 @@ from memopt.capture.inputs import batch_call
 from memopt.cli.job import Job, Prepared
 from memopt.disk_cache import LIVE
 from memopt.planning import plan_cache
-from memopt.planning.cards import OnCard
 from memopt.planning.changes import Change
-from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.frontier import Recipe
 from memopt.planning.job_key import PlanJob
 from memopt.planning.options import check_options
 from memopt.planning.plan import Plan
 from memopt.planning.plan_graphs import PlanDiff
-from memopt.planning.plan_views import Format
 from memopt.planning.terms import ModelTerms, Situation
-from memopt.show.exports import write_export
 from memopt.show.op_story import told_graph
-from memopt.show.page import page, write_page
 from memopt.show.plan_diffs import diff_between, diff_of
 from memopt.show.step import Step
 from memopt.show.step_of_plan import step_of
@@ -89,14 +84,6 @@ class Planned:
         return diff_between(
             self.plan, own, other.plan, other.diff(), lambda stage: self.live.diff(other.live).of_stage(stage)
         )
-
-    def report(self, path: str, frontier: Frontier[Plan] | None, cards: Sequence[OnCard]) -> None:
-        """Write the HTML page of the plan to `path`, as `Plan.report` does."""
-        write_page(Path(path), page(self.plan, self.step, self.diff(), self.recipes, frontier, cards))
-
-    def export(self, path: str, form: Format) -> None:
-        """Write the step for another tool, as `Plan.export` does."""
-        write_export(Path(path), form, lambda: self.step, lambda: self.graph)
 
 
 def planned(job: Job) -> Planned:

@@ -208,10 +208,12 @@ def report(job: Job, to: str, frontier: int | None, cards: bool) -> None:
         raise UsageError(f"--to takes a file named *.html, not {to!r}")
     check_file("--to", to)
     from memopt.cli.kept import planned
+    from memopt.show.page import page, write_page
 
     found = planned(job)
     curve = None if frontier is None else found.live.frontier(frontier)
-    found.report(to, curve, found.live.cards() if cards else ())
+    others = found.live.cards() if cards else ()
+    write_page(Path(to), page(found.plan, found.step, found.diff(), found.recipes, curve, others))
     _show_file(job, found.plan, to, {"page": to})
 
 
@@ -241,7 +243,7 @@ def export(job: Job, to: str, form: str | None) -> None:
       memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --to step.pickle
       memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --format trace --to step.trace
     """
-    from memopt.show.exports import format_of
+    from memopt.show.exports import format_of, write_export
 
     try:
         chosen = format_of(Path(to), form)
@@ -251,5 +253,5 @@ def export(job: Job, to: str, form: str | None) -> None:
     from memopt.cli.kept import planned
 
     found = planned(job)
-    found.export(to, chosen)
+    write_export(Path(to), chosen, lambda: found.step, lambda: found.graph)
     _show_file(job, found.plan, to, {"file": to, "format": chosen}, f"; {_OPENED_BY[chosen]}")
