@@ -196,8 +196,7 @@ def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[t
     """Each tensor or gradient with the address and bytes of each of its blocks that is on the device."""
     offloaded = host_memory(HOST.type).holds if device.type == HOST.type else None
     for tensor in _with_gradients(one for one in tensors if type(one) is not FakeTensor):
-        for storage in _storages(tensor, device):
-            address, nbytes = _address(storage), storage.nbytes()
+        for address, nbytes in _storages(tensor, device):
             # Storages made by numpy or in shared memory may alias one block; what is offloaded lies on no device.
             if address and nbytes and not (offloaded and offloaded(address)):
                 yield tensor, address, nbytes
@@ -220,23 +219,15 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _storages(tensor: torch.Tensor, device: torch.device) -> Iterable[torch.UntypedStorage]:
+def _storages(tensor: torch.Tensor, device: torch.device) -> list[tuple[int, int]]:
+    """The address and the bytes of each storage of a tensor on the device. The tensors inside a wrapper are found by
+    themselves; opaque tensors have no storage of their own, and wrappers that a tracer left behind no address."""
     try:
-        if tensor.device != device:
-            return ()
-        if is_wrapper(tensor):
-            return ()  # the tensors inside it are found by themselves
-        return [storage for storage in storages_of(tensor) if storage.device == device]
+        if tensor.device != device or is_wrapper(tensor):
+            return []
+        return [(one.data_ptr(), one.nbytes()) for one in storages_of(tensor) if one.device == device]
     except (NotImplementedError, RuntimeError):
-        return ()  # opaque tensors have no storage of their own
-
-
-def _address(storage: torch.UntypedStorage) -> int:
-    """The address of the storage's memory, or 0 if it has none, as in wrappers that a tracer left behind."""
-    try:
-        return storage.data_ptr()
-    except RuntimeError:  # "Attempted to access the data pointer on an invalid python storage"
-        return 0
+        return []
 
 
 _counted: set[torch.device] = set()

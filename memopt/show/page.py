@@ -122,8 +122,8 @@ def _step(step: Step, texts: _Texts) -> dict[str, Any]:
         "planned": _memory(step.planned, texts),
         "parameters": _rows(step.parameters, texts),
         "types": {
-            name: [texts[getattr(one, name)] for one in step.types]
-            for name in ("name", "operator", "module", "dtype", "reason")
+            name: [texts[one[at]] for one in step.types]
+            for at, name in enumerate(("name", "operator", "module", "dtype", "reason"))
         },
     }
 

@@ -153,17 +153,6 @@ class StepMemory:
 
 
 @dataclass(frozen=True)
-class TypedOp:
-    """An operator of the forward with the dtype of its result, and the reason for it."""
-
-    name: str
-    operator: str
-    module: str
-    dtype: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class Step:
     """The operators of a training step, and its memory with nothing recomputed (`plain`) and as planned."""
 
@@ -172,7 +161,8 @@ class Step:
     planned: StepMemory
     parameters: Mapping[str, int] = field(default_factory=dict)
     """Bytes of trained parameters by the path of their module; "" for those whose module is not known."""
-    types: tuple[TypedOp, ...] = ()
+    types: tuple[tuple[str, str, str, str, str], ...] = ()
+    """Of each operator of the forward its name, operator and module, the dtype of its result, and the reason for it."""
 
     def by_module(self, memory: StepMemory, moment: int) -> dict[str, Counter[str]]:
         """The bytes of each module at a moment, by row of the account; "" is for bytes of no module. They add up to the

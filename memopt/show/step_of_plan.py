@@ -17,7 +17,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_views import named_nodes, op_names
 from memopt.planning.priced_step import TracedStep
 from memopt.planning.schedule_parts import forward_evaluations
-from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp, TypedOp
+from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp
 from memopt.solver import Link, Schedule
 from memopt.solver.simulator import lifetimes, time_line
 from passes.graphs.graph_text import format_dtype, format_value
@@ -111,7 +111,7 @@ def _parameters(captured: TracedStep) -> dict[str, int]:
     return dict(found)
 
 
-def _types(captured: TracedStep) -> Iterator[TypedOp]:
+def _types(captured: TracedStep) -> Iterator[tuple[str, str, str, str, str]]:
     """The operators of the forward with a floating-point result, as they were rewritten last."""
     for region in captured.regions:
         rewritten = region.operators if region.operators and region.operators.stages else None
@@ -127,4 +127,4 @@ def _types(captured: TracedStep) -> Iterator[TypedOp]:
             if dtype is not None:
                 text = format_dtype(dtype)
                 reason = reasons.get(node.name, "").removeprefix(f"{text}: ")
-                yield TypedOp(node.name, operator_name(node), module_path(node), text, reason)
+                yield node.name, operator_name(node), module_path(node), text, reason
