@@ -87,5 +87,5 @@ def test_operators_and_their_types() -> None:
     assert softmax.value == "f32[4, 2, 64, 64]"
     assert "sdpa_attention.py:" in softmax.source
     assert "scaled_dot_product_attention" in softmax.code
-    assert {one.dtype for one in step.types} == {"f32"}
-    assert {one.module for one in step.types} >= {"transformer.h.0.mlp.act", "lm_head"}
+    assert {one[3] for one in step.types} == {"f32"}
+    assert {one[2] for one in step.types} >= {"transformer.h.0.mlp.act", "lm_head"}
