@@ -50,12 +50,8 @@ def read_json(path: Path) -> Any | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` to `path` as `write_text` does, in a folder that is made if it does not exist, and deletes
-    temporary files that killed processes have left in the folder.
-
-    Raises `OSError` if the folder cannot be written to and `TypeError` if `value` is not JSON; the old file is then
-    unchanged.
-    """
+    """Writes `value` as `write_text` does, in a folder that is made if it does not exist, and deletes temporary files
+    that killed processes have left there. Raises `OSError` as that does, and `TypeError` if `value` is not JSON."""
     text = json.dumps(value, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
@@ -139,12 +135,9 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def value_from(kind: type[ValueT], value: Any) -> ValueT:
-    """`value`, which was read from JSON, as a value of the type `kind`: a dataclass whose fields are numbers,
-    booleans, texts, literals, dataclasses, tuples or mappings of these, or None where their types allow it.
-
-    Types are checked strictly: True is no number, and numbers must be finite. Fields for which a dataclass has a
-    default may be missing. Raises `ValueError`, with the path within `value`, at the first value of another type, and
-    for a field that is unknown or missing."""
+    """`value`, read from JSON, as a value of the type `kind`: a dataclass, number, boolean, text or literal, a tuple or
+    mapping of these, or None where that is allowed. Types are checked strictly: True is no number, and numbers must be
+    finite. Fields with a default may be missing. Raises `ValueError`, with the path within `value`."""
     result: ValueT = _read(kind, value, kind.__name__)
     return result
 

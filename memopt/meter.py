@@ -151,10 +151,8 @@ def measure_peak(device: torch.device | str | int | None = None) -> PeakMeter:
 
 
 def resident_cpu_blocks() -> dict[int, int]:
-    """The CPU memory blocks that Python's tensors now hold, as bytes by address, each once for all of its views.
-
-    Fake and meta tensors hold none. Tensor subclasses are counted by the tensors inside them.
-    """
+    """The CPU memory that Python's tensors hold, as bytes by address of a block, each once for all of its views. Fake
+    and meta tensors hold none."""
     return blocks_of(live_objects(torch.Tensor), HOST)
 
 
@@ -180,9 +178,8 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
 def largest_at(
     addresses: Collection[int], tensors: Iterable[torch.Tensor], device: torch.device
 ) -> dict[int, torch.Tensor]:
-    """The largest tensor in each memory block, by the block's address, among `tensors` and their gradients on the
-    device. Only the blocks at `addresses` count; one without a tensor is left out. A sparse or nested tensor is
-    returned only where no other lies in the block."""
+    """The largest tensor in each memory block at one of `addresses`, among `tensors` and their gradients on the device;
+    a sparse or nested one only where no other lies in the block."""
     found: dict[int, tuple[int, torch.Tensor]] = {}
     with plain_tensors(), torch.no_grad():
         for tensor, address, _ in _blocks(tensors, device) if addresses else ():

@@ -120,10 +120,9 @@ def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
-    """A context after which those of `tensors` that its block wrote to have their old values again; their positions
-    in `tensors` are added to `written`. Copies of all are held in host memory during the block. Of sparse and nested
-    tensors, the tensors inside are restored. Other tensor subclasses, and tensors on "meta" or made in inference mode,
-    are skipped."""
+    """A context after which those of `tensors` that its block wrote to have their old values again; their positions are
+    added to `written`. Copies are in host memory meanwhile. Sparse and nested tensors are restored inside; other
+    subclasses, and tensors on "meta" or of inference mode, are skipped."""
     parts = ((number, part) for number, tensor in enumerate(tensors) for part in parts_of(tensor))
     numbered = [(number, part) for number, part in parts if has_version(part)]
     before = SavedValues.of((tensor, apart(tensor)) for _, tensor in numbered)
@@ -143,12 +142,9 @@ def written_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[None]:
-    """A context after which parameters that the forward has written to have their old values again, unless `restore` is
-    False; `written_parameters` returns them from then on.
-
-    Copies are kept in host memory during the block: of all parameters, or, if that takes more than half of what is
-    free, of those that are not trained; of none if even these are too large.
-    """
+    """A context after which parameters that a forward wrote to have their old values again, unless `restore` is False,
+    and are among `written_parameters`. Copies are in host memory meanwhile: of all, of the frozen ones if these take
+    more than half of what is free, or of none."""
     named = {name: one for name, one in model.named_parameters() if has_version(one) and one.untyped_storage().nbytes()}
     frozen = {name: one for name, one in named.items() if not one.requires_grad}
     free = device_of(HOST).free_bytes(HOST)

@@ -108,9 +108,8 @@ def _compared(model: nn.Module, planned: Session, call: Call, reference: str) ->
 def _runs(
     planned: Session, call: Call, start: TrainingState, low: torch.dtype | None, notes: list[str]
 ) -> tuple[list[MeasuredStep], MeasuredStep, MeasuredStep | None]:
-    """The steps to compare. Of the optimised model, a measured one, and its first, whose peak and seconds are not
-    measured, if its gradients are finite; a measured one of the plain model; and, given a dtype `low`, one of that
-    model under autocast, None if that fails."""
+    """The steps to compare: of the optimised model a measured one, and its first if its gradients are finite; one of
+    the plain model; and one of that under autocast in `low`, if given, None if that fails."""
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
     with _restored(planned.model, call):
         first = first_run(lambda: calls(*args, **kwargs), start, planned.low)
@@ -167,11 +166,8 @@ def _exact(
     reference: str,
     notes: list[str],
 ) -> Exact | None:
-    """The loss and gradients in float64; None, with a further note that says why, where the plain step is the
-    reference.
-
-    Raises `ValueError` where float64 was asked for and the model does not run in it.
-    """
+    """The loss and gradients in float64; None, with a note that says why, where the plain step is the reference. Raises
+    `ValueError` where float64 was asked for and the model does not run in it."""
     if reference == "fp32":
         return None
     start.restore()
@@ -238,10 +234,9 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
 
 
 def wrong_gradients(accuracy: Accuracy, limit: float, share: float) -> dict[str, float]:
-    """The relative error of each gradient that is wrong, by parameter name. A gradient is wrong if its relative error
-    is infinite, or above `limit` while its error is also above `share * limit` of the norm of all gradients. If none is
-    wrong, the result has the relative error of all gradients together under "all parameters together" if that is above
-    `limit`; else it is empty."""
+    """The relative error of each gradient that is wrong, by parameter name: infinite, or above `limit` while it is also
+    above `share * limit` of the norm of all gradients. If none is, that of "all parameters together", if above
+    `limit`."""
     return {
         error.name: error.relative
         for error in accuracy.gradients
@@ -277,11 +272,9 @@ def _message(
 
 
 def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tuple[str, str] | None:
-    """The parameter among `names` that the forward reads last: its name, and a description of the operator that reads
-    it, with its source line. None where there is no plan, the plan has no graphs, or these read none of `names`.
-
-    The backward computes this parameter's gradient first, so a wrong gradient of it comes from this operator or one
-    after it in the forward."""
+    """The parameter among `names` that the forward reads last, and a description of the operator that reads it; None
+    where it is not known. The backward computes its gradient first, so a wrong one comes from this operator or one
+    after it."""
     captured = plan.captured if plan is not None else None
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for joint in reversed(captured.regions if captured is not None else ()):

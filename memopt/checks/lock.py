@@ -59,10 +59,8 @@ class MemoryLock:
 
 
 def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarged: bool = False) -> MemoryLock:
-    """The memory lock of a training step as `memopt.plan` plans it: nothing runs, and the model may be on "meta".
-
-    Raises `BudgetError` where the step does not fit; with `enlarged`, it is then planned for 1.02 times the smallest
-    budget that works."""
+    """The memory lock of a training step as `memopt.plan` plans it. Raises `BudgetError` where the step does not fit;
+    with `enlarged`, it is then planned for 1.02 times the smallest budget that works."""
     check_torch()
     session = Session(model, options)
     try:
@@ -124,9 +122,8 @@ class LockCheck:
 
     @property
     def grown(self) -> tuple[str, ...]:
-        """The names of the figures that grew by more than 1% (`_TOLERANCE`), among "plain", "planned", "smallest" and
-        "added". The growth of "added" is measured against the locked step's time, that of others against the locked
-        figure."""
+        """The figures among "plain", "planned", "smallest" and "added" that grew by more than 1% (`_TOLERANCE`),
+        "added" by more than that of the locked step's time."""
         return tuple(figure for figure in _NAMES if self._growth(figure) > _TOLERANCE * self._whole(figure))
 
     def _growth(self, figure: str) -> float:

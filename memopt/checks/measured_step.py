@@ -69,9 +69,8 @@ def measured(
 
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
-    """Run a step from the state `start` (the forward is `call()`), in which the model is planned and compiled. Its peak
-    and seconds are not measured, and are 0 in the result. If `low`, the 16-bit dtype that the step computes in, is
-    fp16, the loss is scaled by 65,536; None is returned if a gradient is not finite then."""
+    """Run the step in which the model is planned and compiled, from the state `start`; peak and seconds are 0 in the
+    result. In fp16 the loss is scaled by 65,536, and the result None if a gradient is not finite."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     step = _step(StepRun(_train(call, scale), 0, 0.0, scale), start)
@@ -89,9 +88,8 @@ def _step(run: StepRun, start: TrainingState) -> MeasuredStep:
 def scaled(
     call: Callable[[], Any], start: TrainingState, beside: Sequence[MeasuredStep], low: torch.dtype | None
 ) -> MeasuredStep:
-    """Run and measure a step as `measured` does, with a loss scale that suits `low`, the 16-bit dtype that the step
-    computes in (None for fp32). For fp16 the step is repeated with smaller scales until all gradients are finite or the
-    scale is 1; for other dtypes the scale is 1."""
+    """Run and measure a step as `measured` does. For the dtype `low` fp16 it is repeated with smaller loss scales, from
+    65,536, until all gradients are finite or the scale is 1."""
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     while True:
         step = measured(call, start, beside, scale)
@@ -107,9 +105,8 @@ def autocast_step(
     low: torch.dtype | None,
     notes: list[str],
 ) -> MeasuredStep | None:
-    """A measured step of the plain model under autocast in `low`, the 16-bit dtype of the plan; the other arguments
-    are as in `measured`. None if `low` is None, or if the model does not run under autocast: the reason then goes to
-    `notes`."""
+    """A measured step of the plain model under autocast in `low`; None if that is None, or if the model does not run
+    under autocast: the reason then goes to `notes`."""
     if low is None:
         return None
 

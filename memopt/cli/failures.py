@@ -80,11 +80,8 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """Context in which Ctrl-C ends the process at once, with one sentence.
-
-    A `KeyboardInterrupt` does not suffice: raised within a finalizer or a callback it is printed and ignored, and
-    raised within an import it can become another error. Files are written whole or not at all, so none is left
-    broken."""
+    """Context in which Ctrl-C ends the process at once, with one sentence. A `KeyboardInterrupt` is ignored within a
+    finalizer or a callback, and can become another error within an import. Files are written whole or not at all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

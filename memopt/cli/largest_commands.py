@@ -94,9 +94,8 @@ def _show_largest(
     limits: dict[str, Any],
     capped: str,
 ) -> None:
-    """Find the largest size that fits and print it. `what` names the size, `sized` gives it to a shape, `find` is
-    `memopt.max_batch` or `max_length`, with `limits` as further arguments. `capped` is the text for a search that
-    ended at the limit."""
+    """Find the largest size, named `what`, that fits, and print it. `sized` gives it to a shape, `find` looks for it;
+    `capped` is the text for a search that ended at the limit."""
 
     def shapes(size: int) -> dict[str, Shape]:
         return {name: sized(shape, size) for name, shape in prepared.shapes.items()}

@@ -33,9 +33,8 @@ def write_lock(job: Job, path: str) -> None:
 
 
 def check_lock(job: Job, path: str) -> int | None:
-    """Plan the step of a lock file again, and show its figures next to those in the file, and why they grew. Returns
-    the exit code of `memopt check --lock`: `FAILED` if a figure grew, else None. Raises `UsageError` if `job`
-    names a model or has options other than --json and --debug: those of the step are in the file."""
+    """Plan the step of a lock file again, and show how its figures grew, and why. Returns `FAILED` if one grew, else
+    None. Raises `UsageError` if `job` has a model or options that are in the file."""
     if _named_by(job) != Job(model=""):
         raise UsageError(f"{path} names the model and its options: leave out MODEL and all options but --json")
     kept = load(path, _LockFile, "lock", "make it with memopt lock")

@@ -75,11 +75,8 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
 
 
 def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
-    """A function that makes the model of `build` frozen and in `dtype`, with LoRA adapters of rank `rank` in fp32 on
-    its linear layers. Experts that are stacked in one parameter stay as they are: a forward with adapters on these is
-    no single graph.
-
-    Raises `UsageError` without peft."""
+    """A function that makes the model of `build` frozen and in `dtype`, with LoRA adapters in fp32 on its linear
+    layers, but not on experts that are stacked in one parameter: a forward with these is no single graph."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -224,11 +221,8 @@ def _users_code(sentence: str) -> Iterator[None]:
 
 
 def card_named(name: str | None) -> str | None:
-    """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: "rtx-4090" for "RTX 4090",
-    "4090" or "rtx4090". None, for this machine's device, if `name` is None or one of `HERE` ("gpu").
-
-    Raises `UsageError` for an unknown name, for one that several cards have, and for one of `HERE` on a machine
-    without a CUDA device."""
+    """The name of the card in the hardware table, "rtx-4090" for "RTX 4090", "4090" or "rtx4090". None, for this
+    machine's device, if `name` is None or one of `HERE`, which only a machine with a CUDA device has."""
     if name is None:
         return None
     if name.lower() in HERE:

@@ -85,10 +85,7 @@ def explain(job: Job, op: str | None) -> None:
 
 def _explain_file(job: Job, op: str | None) -> bool:
     """Explain the file that `job` names in place of a model, if it is a saved plan or a snapshot of torch's memory
-    history; returns whether it is. `op` is the value of --op, which a file does not allow.
-
-    Raises `PlanFileError` and `SnapshotError` for a damaged file, and `UsageError` where the file does not exist or
-    options are given that apply to models only."""
+    history; returns whether it is. Raises `UsageError` where --op (`op`) or another option is given."""
     from memopt.planning.plan import Plan
     from memopt.show.memory_history import history_parts, read_history
     from memopt.show.report import parts

@@ -85,8 +85,7 @@ def _dtype(written: str | None, name: str) -> torch.dtype:
 
 def shapes_of(inputs: Any, name: str, *, with_target: bool) -> Shapes:
     """The shapes of the example inputs that the user's function `name` gives with its model: a tensor, or a tuple, list
-    or dict of tensors; if `with_target`, a pair of such inputs and the second argument of the loss. Raises `UsageError`
-    for anything else."""
+    or dict of these; `with_target`, a pair of such inputs and the second argument of the loss."""
     rest: Shapes = {}
     if with_target and isinstance(inputs, (tuple, list)) and len(inputs) == 2:
         inputs, target = inputs
@@ -105,12 +104,9 @@ def shapes_of(inputs: Any, name: str, *, with_target: bool) -> Shapes:
 
 
 def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
-    """The shapes in `given`, or that of the model's main input if there are none. Unless inputs are positional, those
-    of the model's labels are added where they are missing and known.
-
-    Raises `UsageError` for inputs that the model's forward does not take, for those that it needs and that are not
-    given, and, if no shapes are given, for a model whose inputs are not known.
-    """
+    """The shapes in `given`, or that of the model's main input, with those of the model's labels unless inputs are
+    positional. Raises `UsageError` for inputs that the forward does not take, and for ones that it needs and that are
+    not known."""
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     takes_any &= not hasattr(model, "main_input_name")  # models of transformers take keywords for their kernels

@@ -50,9 +50,8 @@ def band_of(row: str) -> str:
 
 
 def edges(memory: StepMemory) -> list[float]:
-    """The seconds from the beginning of the step at which each of its moments (see `StepMemory`) begins. The last two
-    values are the beginning and the end of the optimizer's step, which is drawn as long as a fixed share of the rest.
-    """
+    """The seconds from the beginning of the step at which its moments begin, and at which the last one ends: that of
+    the optimizer's step, which is drawn as long as a fixed share of the rest."""
     end = memory.seconds or 1.0
     return [*(one.start for one in memory.evaluations), end, end * (1 + _OPTIMIZER_SHARE)]
 
@@ -75,9 +74,8 @@ def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
 
 
 def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[int]]:
-    """For each coloured band of the memory chart, which shows one or more rows of the account, its bytes at the given
-    moments (indices of the step's evaluations); 0 at None, which stands for a column after the step (`columns`). Bands
-    that are empty at all moments are left out."""
+    """For each coloured band of the memory chart, its bytes at the given moments of the step; 0 at None, a column after
+    the step (`columns`). Bands that are empty at all moments are left out."""
     by_moment: list[Counter[str]] = []
     for rows in memory.held():
         by_moment.append(Counter())
@@ -152,9 +150,8 @@ def _areas(found: Mapping[str, Sequence[int]], most: float) -> Iterator[str]:
 
 
 def _stairs(points: Sequence[tuple[int, int]], most: float, side: int) -> str:
-    """The SVG path along the tops of columns, given as (column, bytes), with one line for neighbours of one height. It
-    ends at the left (`side` 0) or the right (`side` 1) of the last column. `most` is the bytes at the top of the
-    picture."""
+    """The SVG path along the tops of columns, (column, bytes), to the left (`side` 0) or right (`side` 1) of the last
+    one; `most` is the bytes at the top of the picture."""
     width = _WIDTH / _COLUMNS
     text, before = "", None
     for at, nbytes in points:

@@ -35,9 +35,8 @@ def render(heading: str, changes: Sequence[Change], modules: Sequence[str], widt
 def fold(
     changes: Sequence[Change], modules: Sequence[str], width: int = WIDTH, taken: int = _HEADING
 ) -> tuple[list[Row], list[DiffEntry], dict[str, list[str]]]:
-    """The changes folded into rows for lines of `width` columns, the entries that the rows are made of, and the paths
-    of the blocks of each section. `modules` are in the order in which they are to be shown; `taken` is the number of
-    lines of the heading."""
+    """The changes as rows for lines of `width` columns, in the order of `modules`, the entries that these are made of,
+    and the blocks of each section. `taken` is the number of lines of the heading."""
     where = places(dict.fromkeys((*modules, *(change.module for change in changes))))
     found = entries(changes, where)
     sections = blocks_of(where)

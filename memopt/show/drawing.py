@@ -80,10 +80,8 @@ class Label:
 def place(
     figure: Figure, axes: Axes, labels: Sequence[Label], line: Sequence[Point], dots: Sequence[Point], font_size: float
 ) -> None:
-    """Draw each label at the nearest free position, or where it covers the least if none is free.
-
-    `line` and `dots` are the points of the curve and the dots, in the units of the axes, which labels should not
-    cover."""
+    """Draw each label at the nearest free position, or where it covers the least of `line` and `dots`, the points of
+    the curve and of the dots, in the units of the axes."""
     from matplotlib.patheffects import withStroke
 
     canvas: Any = figure.canvas

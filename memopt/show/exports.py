@@ -53,10 +53,8 @@ def export(plan: Plan, path: str | Path, format: str | None) -> None:
 
 
 def write_export(path: Path, given: str | None, step: Callable[[], Step], graph: Callable[[], DiGraph]) -> None:
-    """Write a file in the format `given`, or in that of its name. `step` and `graph` make the plan's step and joint
-    graph; each is called only if the format needs it.
-
-    Raises `ValueError` for an unknown format or ending of the name, `OSError` where the file cannot be written."""
+    """Write a file in the format `given`, or in that of its name, from the step or the joint graph that `step` and
+    `graph` make. Raises `ValueError` for an unknown format or ending."""
     chosen = format_of(path, given)
     if chosen == "snapshot":
         whole = step()
@@ -131,12 +129,8 @@ def _named(what: str, name: str, process: int, track: int = 0) -> Event:
 
 
 def _lines(graph: DiGraph) -> Iterator[str]:
-    """The lines between the braces of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`.
-    Each node shows its operator, module, bytes, time and fate (saved, recomputed, …), and has the fate's colour.
-
-    Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view gets an edge
-    from the operator whose memory the view shows.
-    """
+    """The lines of a directed graph for Graphviz, from that of `Plan.networkx`. Inputs and views are left out, so that
+    Graphviz can lay it out: what reads a view gets an edge from the operator whose memory the view shows."""
     yield "  rankdir=TB; nslimit=1; nslimit1=1; mclimit=0.2; splines=line;"
     yield '  node [shape=record, style=filled, fillcolor="#ffffff", fontname="Helvetica", fontsize=10];'
     for name, facts in graph.nodes(data=True):

@@ -116,10 +116,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_history(path: str | Path) -> MemoryHistory:
-    """The memory history in a file: of the device that ran out of memory, else of the one that held most.
-
-    Raises `SnapshotError` for a file that is no snapshot, and `OSError` where it cannot be read.
-    """
+    """The memory history in a file: of the device that ran out of memory, else of the one that held most. Raises
+    `SnapshotError` for a file that is no snapshot."""
     try:
         with open(path, "rb") as file:
             values = _Unpickler(file).load()

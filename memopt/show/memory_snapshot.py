@@ -26,9 +26,8 @@ _NOTHING: dict[str, Any] = {"size": 0, "frames": []}
 
 
 def memory_snapshot(step: Step, memory: StepMemory) -> dict[str, Any]:
-    """The step as a memory snapshot that pytorch.org/memory_viz shows; `memory` is its memory over time. The resident
-    rows of the account are allocated before the first operator, with one block for each module that contributes to a
-    row."""
+    """The step, with its memory over time, as a snapshot. The resident rows of the account are allocated first, with
+    one block for each module that contributes to a row."""
     recording = _Recording()
     for row, nbytes in memory.resident.items():
         for module, share in step.shares(row, nbytes):

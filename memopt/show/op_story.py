@@ -76,9 +76,8 @@ def values_table(graph: DiGraph) -> Table:
 
 
 def story_of(graph: DiGraph, wanted: str, hardware: str) -> tuple[Any, list[Table]]:
-    """All that is known of the op named `wanted`, as a dict for JSON and as tables. `graph` is the result of
-    `told_graph` for a plan for `hardware`. If the name fits several ops, such as those of a module, there is a list of
-    dicts, and the tables show that list and the op whose forward takes longest. Raises `ValueError` if it fits none."""
+    """All that is known of the op named `wanted` in a `told_graph`, as a dict for JSON and as tables. If several ops
+    fit, they are listed, before that whose forward takes longest. Raises `ValueError` if none does."""
     found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
     if not found:
         known = ", ".join(sorted({facts["module"] for _, facts in graph.nodes(data=True) if facts["module"]})[:8])
@@ -169,11 +168,8 @@ def _reasons(captured: TracedStep) -> list[_Reasons | None]:
 
 
 def why_dtype(reasons: _Reasons | None, facts: Mapping[str, Any], readers: Sequence[str]) -> str:
-    """Why an op of the joint graph has its dtype, in words; "" for a node that is no operator.
-
-    `reasons` has the plan's reasons for the operators of the op's region, by module and line of code (None: the plan
-    chooses no dtypes there). `facts` are the op's attributes in `Plan.networkx`, `readers` the names of the ops that
-    read it."""
+    """Why an op has its dtype, in words; "" for a node that is no operator. `reasons` has those of the operators in its
+    region (see `_reasons`); `facts` are its attributes in `Plan.networkx`, `readers` the ops that read it."""
     if not facts["operator"]:
         return ""
     if reasons is None:

@@ -57,10 +57,8 @@ def page(
     frontier: Frontier[Any] | None = None,
     cards: Sequence[OnCard] = (),
 ) -> str:
-    """The page of a plan as HTML; `step` and `diff` are None for a plan without graphs.
-
-    `cards` and `recipes` are what `Plan.cards` and `Plan.recipes` return. If a `frontier` is given, its curve is shown,
-    with its own recipes."""
+    """The page of a plan as HTML; `step` and `diff` are None for a plan without graphs. The curve of a `frontier` is
+    shown with its own recipes."""
     scripts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     texts: _Texts = defaultdict()
     texts.default_factory = texts.__len__

@@ -230,9 +230,8 @@ def receipt_table(plan: Plan) -> Table:
 
 
 def folded(rows: Iterable[ModuleRow], most: int = _MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
-    """The rows of modules, cut at one level of the module tree: rows of modules below that level are added to that of
-    the module around them. The level is the deepest with at most `most` rows, or else the top one. With `runs`, equal
-    rows in a sequence count as one (see `alike`)."""
+    """The rows of modules, cut at the deepest level of the module tree with at most `most` rows, or else the top one:
+    rows below it are added up. With `runs`, equal rows in a sequence count as one (see `alike`)."""
     rows = list(rows)
     deepest = max((row.path.count(".") for row in rows), default=0)
     for depth in range(deepest, -1, -1):
@@ -249,9 +248,8 @@ def folded(rows: Iterable[ModuleRow], most: int = _MODULE_ROWS, *, runs: bool = 
 
 
 def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
-    """The rows, with runs of equal neighbours in a list of modules ("layers.0", "layers.1", …) combined.
-
-    Returns the first row, the last row and the length of each run; a row by itself is a run of 1."""
+    """The first row, the last row and the length of each run of equal neighbours in a list of modules ("layers.0",
+    "layers.1", …); a row by itself is a run of 1."""
     runs: list[tuple[ModuleRow, ModuleRow, int]] = []
     for row in rows:
         if runs and row.path[-1:].isdigit() and _siblings(runs[-1][1], row):

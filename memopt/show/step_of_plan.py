@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 def _memory(
     ops: Sequence[StepOp], captured: TracedStep, joined: Joined, schedule: Schedule, account: Account, link: Link | None
 ) -> StepMemory:
-    """The memory of a step, whose operators are `ops`, if it runs by `schedule`. `link` is the link to the host, None
-    for a schedule without offloads. Resident bytes come from `account`."""
+    """The memory of a step of `ops` that runs by `schedule`, over a link to the host if there are offloads."""
     problem, known = joined.problem, {op.name: at for at, op in enumerate(ops)}
     numbers = [known[name] for name in op_names(captured, joined)]
     times = time_line(problem, schedule, link or ANY_LINK)
@@ -61,10 +60,7 @@ def _memory(
 
 
 def step_of(plan: Plan) -> Step:
-    """Everything that the step of a plan holds at every moment, as planned and with nothing recomputed.
-
-    Raises `ValueError` for a plan that was loaded from a file.
-    """
+    """Everything that the step of a plan holds. Raises `ValueError` for a plan that was loaded from a file."""
     graph, (step, schedule) = plan.networkx(), plan.solved
     captured, seen, plain = step.traced, step.seen, step.plain
     ops = tuple(_ops(captured, graph))
