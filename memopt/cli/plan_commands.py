@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,12 +85,14 @@ def explain(job: Job, op: str | None) -> None:
 def _explain_file(job: Job, op: str | None) -> bool:
     """Explain the file that `job` names in place of a model, if it is a saved plan or a snapshot of torch's memory
     history; returns whether it is. Raises `UsageError` where --op (`op`) or another option is given."""
+    from memopt.disk_cache import read_json
     from memopt.planning.plan import Plan
     from memopt.show.memory_history import history_parts, read_history
     from memopt.show.report import parts
 
     path = Path(job.model)
-    is_plan = path.suffix == ".json" and _is_plan(path)
+    values = read_json(path) if path.suffix == ".json" else None
+    is_plan = isinstance(values, dict) and "format" in values  # else it may be the configuration of a model
     if not is_plan and path.suffix not in (".pickle", ".pkl"):
         return False
     if not path.is_file():
@@ -106,15 +107,6 @@ def _explain_file(job: Job, op: str | None) -> bool:
         figures = {**asdict(history), "rows": history.rows, "advice": history.advice}
         answer(job, figures, *history_parts(history, job.model))
     return True
-
-
-def _is_plan(path: Path) -> bool:
-    """Whether a JSON file is a saved plan, rather than the configuration of a model."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and "format" in values
 
 
 def _explained(plan: Plan, graph: DiGraph) -> list[RenderableType]:

@@ -121,7 +121,11 @@ def rows(found: Iterable[DiffEntry], level: int) -> list[Row]:
     groups: dict[tuple[tuple[str, str], object], list[DiffEntry]] = defaultdict(list)
     modules: dict[tuple[str, str], int] = {}
     for entry in found:
-        place = _section(entry, level), _inner(entry, level)
+        section = entry.place.section
+        if level == LEVELS - 1 and not entry.place.block:
+            section = section.split(".")[0]
+        depths = _DEPTHS if entry.first.kind in _BY_LINE else _OTHER_DEPTHS
+        place = section, ".".join(entry.place.inner.split(".")[: depths[level]])
         modules.setdefault(place, len(modules))
         groups[place, _what(entry, level)].append(entry)
     made = [Row(*place, tuple(some)) for (place, _), some in groups.items()]
@@ -143,14 +147,3 @@ def _what(entry: DiffEntry, level: int) -> tuple[object, ...]:
     in_detail = change.kind in (DTYPE, SAVED) or (level == 0 and change.kind != IN_PLACE)
     place = change.source * (level <= 2) if change.kind in _BY_LINE else change.reason * (level == 0)
     return change.sign, change.kind, change.detail * in_detail, place, entry.blocks if level == 0 else None
-
-
-def _inner(entry: DiffEntry, level: int) -> str:
-    """The module's path within its block, cut to as many parts as `level` tells apart for this kind of change."""
-    depth = _DEPTHS[level] if entry.first.kind in _BY_LINE else _OTHER_DEPTHS[level]
-    return ".".join(entry.place.inner.split(".")[:depth])
-
-
-def _section(entry: DiffEntry, level: int) -> str:
-    section = entry.place.section
-    return section.split(".")[0] if level == LEVELS - 1 and not entry.place.block else section
