@@ -122,7 +122,7 @@ def autocast_step(
 
 
 def _train(call: Callable[[], Any], scale: float) -> float:
-    """Run a forward, and its backward with the loss times `scale`; returns the loss, without `scale`."""
+    """Run a forward and its backward with the loss times `scale`, holding the outputs as loops do; returns the loss."""
     output = call()
     loss = scalar_loss(output)
     (loss * scale if scale != 1 else loss).backward()  # type: ignore[no-untyped-call]
