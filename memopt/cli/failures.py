@@ -45,9 +45,10 @@ def _failure(error: Exception) -> tuple[int, str]:
 
         return FAILED, str(error).replace(RUN_UNPLANNED, "change the model at that line, or its inputs with --shape")
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    # Messages of errors that a library or the model's own code raised are no sentences for users.
     own = bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith("memopt.")
-    if own and isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):  # else a library's or the model's code
-        return BAD_USAGE, str(error)  # raised it, whose messages are no sentences for users
+    if own and isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
+        return BAD_USAGE, str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return BAD_USAGE, f"{error.filename}: {error.strerror}"
     return FAILED, f"{one_line(error)} (--debug shows the traceback)"
