@@ -70,7 +70,15 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
         TypeError: `batch` is not a tuple, dict or tensor, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
-    planned = _checked(model, reference)
+    if reference not in _REFERENCES:
+        raise ValueError(f"reference must be one of {', '.join(map(repr, _REFERENCES))}, not {reference!r}")
+    planned = optimised(model)
+    for name, parameter in model.named_parameters():
+        if post_accumulate_hooks(parameter):
+            raise ValueError(
+                f"the post-accumulate-grad hook of {name} may change the model in the backward, as an optimizer in the "
+                "backward does; remove the hook to compare"
+            )
     model = planned.model  # the module inside DDP, so that no gradients are exchanged
     calls = planned.with_loss or planned.forward
     call = batch_call(batch, calls.loss_fn)
@@ -141,20 +149,6 @@ def _same(first: MeasuredStep, later: MeasuredStep) -> bool:
     """Whether two steps have bitwise the same gradients and buffers, or ran with different loss scales."""
     found = (*differences_of([first.gradients], later.gradients), *differences_of([first.buffers], later.buffers))
     return first.run.loss_scale != later.run.loss_scale or all(one.bitwise for one in found)
-
-
-def _checked(model: nn.Module, reference: str) -> Session:
-    """The session of the model. Raises `ValueError` for what cannot be compared, or is no reference."""
-    if reference not in _REFERENCES:
-        raise ValueError(f"reference must be one of {', '.join(map(repr, _REFERENCES))}, not {reference!r}")
-    planned = optimised(model)
-    for name, parameter in model.named_parameters():
-        if post_accumulate_hooks(parameter):
-            raise ValueError(
-                f"the post-accumulate-grad hook of {name} may change the model in the backward, as an optimizer in the "
-                "backward does; remove the hook to compare"
-            )
-    return planned
 
 
 def _exact(

@@ -129,9 +129,19 @@ class Comparison:
             (found for found in (*self.gradients, *self.buffers) if not found.bitwise),
             key=lambda difference: -difference.relative,
         )
-        parts: list[str | Table] = [self._verdict(len(differing)), self._runs_table()]
+        verdict = (
+            f"not bitwise equal: of {len(self.gradients)} gradients and {len(self.buffers)} buffers "
+            f"{len(differing)} differ, the losses by {self.loss_error:.3g}"
+        )
+        if self.bitwise:
+            verdict = f"bitwise equal: the loss, {len(self.gradients)} gradients and {len(self.buffers)} buffers"
+        parts: list[str | Table] = [verdict, self._runs_table()]
         if differing:
-            parts += [_differences_table(differing), _gradients_table(self.accuracies, self._columns)]
+            title = f"The worst of {len(differing)} gradients and buffers that differ"
+            worst = new_table(title, Column("parameter or buffer", overflow="fold"), right=("absolute", "relative"))
+            for found in differing[:_WORST_ROWS]:
+                worst.add_row(found.name, f"{found.absolute:.3g}", f"{found.relative:.3g}")
+            parts += [worst, _gradients_table(self.accuracies, self._columns)]
         return as_text(*parts, *(f"note: {note}" for note in self.notes))
 
     def _repr_html_(self) -> str:
@@ -140,15 +150,6 @@ class Comparison:
 
     def __str__(self) -> str:
         return self.table()
-
-    def _verdict(self, differing: int) -> str:
-        compared = f"the loss, {len(self.gradients)} gradients and {len(self.buffers)} buffers"
-        if self.bitwise:
-            return f"bitwise equal: {compared}"
-        return (
-            f"not bitwise equal: of {len(self.gradients)} gradients and {len(self.buffers)} buffers "
-            f"{differing} differ, the losses by {self.loss_error:.3g}"
-        )
 
     @property
     def _columns(self) -> tuple[tuple[str, StepRun, Accuracy | None], ...]:
@@ -193,12 +194,4 @@ def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, StepRun, Ac
     table = new_table(title, Column("parameter", overflow="fold"), right=runs)
     for worst in known.optimized.worst_first[:_WORST_ROWS]:
         table.add_row(worst.name, *(f"{by_name[worst.name].relative:.2e}" for by_name in errors))
-    return table
-
-
-def _differences_table(differing: list[Difference]) -> Table:
-    title = f"The worst of {len(differing)} gradients and buffers that differ"
-    table = new_table(title, Column("parameter or buffer", overflow="fold"), right=("absolute", "relative"))
-    for difference in differing[:_WORST_ROWS]:
-        table.add_row(difference.name, f"{difference.absolute:.3g}", f"{difference.relative:.3g}")
     return table

@@ -87,7 +87,14 @@ def _events(step: Step, memory: StepMemory) -> Iterator[Event]:
     for copy in memory.copies:
         track = _OUT if copy.out else _BACK
         yield _slice(step.ops[copy.op].name, "copy", track, copy.start, copy.end, {"bytes": copy.nbytes})
-    yield from _counters(memory)
+    # the bytes held at the start of each evaluation and during the optimizer's step, by row of the account
+    resident = (row for row, nbytes in memory.resident.items() if nbytes > 0)
+    kinds = dict.fromkeys([*resident, *(kept.kind for kept in memory.ranges), WORKSPACE])
+    *during, at_end = memory.held()
+    held = [{kind: rows.get(kind, 0) for kind in kinds} for rows in during]
+    starts = (*(now.start for now in memory.evaluations), memory.seconds)
+    for start, rows in zip(starts, (*held, {**dict.fromkeys(kinds, 0), **at_end}), strict=True):
+        yield {"ph": "C", "name": "memory", "ts": micros(start), "args": rows}
 
 
 def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
@@ -106,17 +113,6 @@ def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
             yield _slice(name, "module", _MODULES, begun, end, inner)
         opened += ((part, start) for part in path[same:])
         end = stop
-
-
-def _counters(memory: StepMemory) -> Iterator[Event]:
-    """The bytes held at the start of each evaluation and during the optimizer's step, by row of the account."""
-    resident = (row for row, nbytes in memory.resident.items() if nbytes > 0)
-    kinds = dict.fromkeys([*resident, *(kept.kind for kept in memory.ranges), WORKSPACE])
-    *during, at_end = memory.held()
-    held = [{kind: rows.get(kind, 0) for kind in kinds} for rows in during]
-    starts = (*(now.start for now in memory.evaluations), memory.seconds)
-    for start, rows in zip(starts, (*held, {**dict.fromkeys(kinds, 0), **at_end}), strict=True):
-        yield {"ph": "C", "name": "memory", "ts": micros(start), "args": rows}
 
 
 def _slice(name: str, category: str, track: int, start: float, end: float, facts: dict[str, Any]) -> Event:

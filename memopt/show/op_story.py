@@ -114,12 +114,13 @@ def _one(graph: DiGraph, name: str, hardware: str) -> tuple[Any, Table]:
     facts: Facts = graph.nodes[name]
     reads, readers = list(graph.predecessors(name)), list(graph.successors(name))
     value, why = facts["value"], facts["why_dtype"]
+    file, _, line = (facts["source"] or "").rpartition(":")
     held = f"{size(facts['held_bytes'])} of them" if facts["held_bytes"] else "none"
     rows = {
         "operator": _short(facts["operator"]) or facts["kind"],
         "half": facts["half"],
         "module": facts["module"] or "(model)",
-        "source": _source(facts["source"]),
+        "source": f"{Path(file).name}:{line}  {linecache.getline(file, int(line)).strip()}".rstrip() if line else "",
         "value": value,
         "dtype": f"{value.partition(' ')[0]}: {why}" if value and why else "",
         "bytes": f"{size(facts['bytes'])}, {held} held until the backward".replace("–, none", "none"),
@@ -138,14 +139,6 @@ def _one(graph: DiGraph, name: str, hardware: str) -> tuple[Any, Table]:
         if text:
             table.add_row(title, text)
     return {"op": name, **facts, "why": WHY[facts["fate"]], "reads": reads, "read_by": readers}, table
-
-
-def _source(source: str | None) -> str:
-    """File name, line number and code of a source line given as "file:line"; "" for None."""
-    if source is None:
-        return ""
-    file, _, line = source.rpartition(":")
-    return f"{Path(file).name}:{line}  {linecache.getline(file, int(line)).strip()}".rstrip()
 
 
 def _short(operator: str) -> str:
