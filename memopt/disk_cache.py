@@ -27,10 +27,8 @@ _PART_SECONDS = 600
 
 
 def cache_folder() -> Path:
-    """The folder `MEMOPT_CACHE_DIR` if that is set, else `memopt` in `XDG_CACHE_HOME` or in `~/.cache`.
-
-    It need not exist: `write_json` creates it. Raises `OSError` where no folder is named and the user has no home.
-    """
+    """The folder `MEMOPT_CACHE_DIR` if that is set, else `memopt` in `XDG_CACHE_HOME` or in `~/.cache`; it need not
+    exist. Raises `OSError` where no folder is named and the user has no home."""
     named = os.environ.get("MEMOPT_CACHE_DIR")
     try:
         if named:
@@ -62,11 +60,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically: a reader sees the old file or the new one, never a part of it, also after
-    the process is killed or the machine stops.
-
-    Raises `OSError` if the folder cannot be written to or the disk is full; the old file is then unchanged.
-    """
+    """Writes `text` to `path` atomically: a reader sees the old file or the new one, also after the process is killed
+    or the machine stops. Raises `OSError` if it cannot be written; the old file is then unchanged."""
     path = Path(os.path.realpath(path))  # a link stays one
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")  # a device or a pipe, which cannot be replaced

@@ -70,9 +70,8 @@ class PeakMeter:
         return next((meter for meter in reversed(cls._running) if meter._thread == thread), None)
 
     def held_bytes(self) -> int:
-        """The bytes that are allocated now, for a meter of the CPU inside its block. In a backward, and where torch has
-        only kineto's profiler, allocations are known only once the block has ended: the result is then that of the
-        previous call, or the bytes at the entry of the block."""
+        """The bytes that are allocated now, for a meter of the CPU inside its block; in a backward, and where torch has
+        only kineto's profiler, those of the previous call, or of the entry of the block."""
         assert self._events is not None
         self._now += sum(self._events.since_last() or ())
         return self._now

@@ -53,12 +53,10 @@ _on_stderr: list[None] = []
 
 @contextmanager
 def stage(name: str) -> Iterator[Callable[[str], None]]:
-    """Context for a stage of long work; it yields a function that reports how far the stage has come, as text.
-
-    On a terminal the outermost running stage and the innermost one share a line with the seconds so far. A stage
-    that took a second or more is written with its seconds when it ends: to the log "memopt" at level INFO (shorter
-    ones at DEBUG), and on a terminal for the outermost stage only. Reports within a stage are logged at most every
-    ten seconds."""
+    """Context for a stage of long work; it yields a function that reports how far the stage has come, as text. On a
+    terminal the outermost running stage and the innermost one share a line with the seconds so far. A stage that took a
+    second or more is written with its seconds when it ends: to the log "memopt" at level INFO (shorter ones at DEBUG),
+    and on a terminal for the outermost only. Reports are logged at most every ten seconds."""
     now = time.perf_counter()
     running = _Stage(name, now, now)
     _own.stages.append(running)
@@ -78,9 +76,8 @@ def say(detail: str) -> None:
 
 
 def tell(text: str, level: int = logging.INFO) -> None:
-    """Write a line to the log "memopt". A line of level INFO or above also goes to stderr, unless stderr is a terminal,
-    a `stage` is running, `lines_on_stderr` is active, the program has set up logging, or the level of the logger
-    "memopt" is above `level`."""
+    """Write a line to the log "memopt". From level INFO it also goes to stderr, unless that is a terminal, a `stage` or
+    `lines_on_stderr` is active, or the program has set up logging or a higher level for the logger."""
     _log.log(level, "%s", text)
     heard = _log.hasHandlers() or _log.level > level or level < logging.INFO
     if not (heard or _own.stages or _on_stderr or _console.is_terminal):

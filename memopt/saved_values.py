@@ -77,10 +77,9 @@ class SavedValues:
         return all(kept is not None for *_, kept in self.written())
 
     def undo(self) -> bool:
-        """Copy the saved values back into the tensors that were written to since this object was made. Returns whether
-        each of these has a copy; those without one keep their new values. Tensors whose version is unchanged are
-        compared with their copies, since some kernels, such as that of batch normalisation, write without incrementing
-        the version."""
+        """Copy the saved values back into the tensors that were written to since; returns whether each of these has a
+        copy. Those of an unchanged version are compared, since some kernels, as of batch normalisation, do not raise
+        it."""
         for reference, version, kept in self.tensors:
             if kept is None or (tensor := reference()) is None:
                 continue

@@ -142,14 +142,10 @@ def float64_step(
     generators: tuple[Any, ...],
     after: tuple[Any, ...],
 ) -> Exact | str:
-    """Train one forward and backward of a deep copy of `model` in float64, from the generator states `generators`.
-    `call` has the arguments and keywords; `loss_fn` is the loss function, None if the model returns its loss.
-
-    Operators that the model tells to compute in fp32 compute in float64 too. Random numbers are drawn in fp32, as a
-    plain step draws them. `after` has the generator states that such a step leaves. The model itself is not changed.
-
-    Where the model cannot be copied or run in float64, or drew other random numbers, the reason is returned, as the end
-    of a sentence that begins with "since"."""
+    """Train one forward and backward of a deep copy of `model` in float64, from the generator states `generators`,
+    without changing the model. Operators that the model tells to compute in fp32 compute in float64 too; random numbers
+    are drawn in fp32. Where the model cannot be copied or run in float64, or does not leave the generator states
+    `after` of a plain step, returns the reason, as the end of a sentence that begins with "since"."""
     device = next(model.parameters()).device
     try:
         twin = copy.deepcopy(model).double()

@@ -24,16 +24,11 @@ _DECODED_HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 
 
 def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """A function that builds the architecture of that name with random weights; nothing is downloaded.
-
-    Args:
-        name: a model type ("gpt2"), a class of transformers ("BertForSequenceClassification"), the path of a
-            `config.json` or of its folder, or a model of the hub whose configuration is in the local cache.
-        settings: fields of the configuration to change, by name.
-
-    Raises `UsageError` without transformers, and for an unknown name; the returned function raises it for settings that
-    the configuration does not have, and where the model cannot be built.
-    """
+    """A function that builds an architecture with random weights; nothing is downloaded. `name` is a model type
+    ("gpt2"), a class of transformers, the path of a `config.json` or of its folder, or a model of the hub whose
+    configuration is in the local cache; `settings` are fields of the configuration to change. Raises `UsageError`
+    without transformers and for an unknown name; the returned function for unknown settings, and where the model cannot
+    be built."""
     try:
         import transformers
     except ImportError as error:

@@ -31,15 +31,10 @@ Factory = Callable[[], tuple[nn.Module, Any]]
 
 
 def model_factory(name: str, settings: Iterable[str]) -> Factory:
-    """A function that makes the model called `name` (see `MODEL` in the help text) and its example inputs. The inputs
-    are None unless the name is that of a user's function that returns some.
-
-    Args:
-        settings: "name=value" texts: keywords of the user's function, or fields of the architecture's configuration.
-
-    Raises `UsageError` for a name or a setting that cannot be used, also where importing the user's file raises an
-    error.
-    """
+    """A function that makes the model called `name` (see `MODEL` in the help text) and its example inputs, None unless
+    a user's function returns some. `settings` are "name=value" texts: keywords of that function, or fields of the
+    architecture's configuration. Raises `UsageError` for what cannot be used, also where the user's file raises an
+    error."""
     values = dict(map(_setting, settings))
     module, colon, attribute = name.rpartition(":")
     if name.endswith(".py"):
