@@ -35,8 +35,7 @@ from memopt.run.session import Session, session_of
 from memopt.run.status import Status, unwatch
 
 Model = TypeVar("Model", bound=nn.Module)
-# A budget in which no step needs to recompute.
-_ROOMY_GB = 2.0**40
+_ROOMY_GB = 2.0**40  # a budget in which no step needs to recompute
 
 
 @takes_options(StepOptions, DEFAULTS)

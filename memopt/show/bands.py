@@ -29,8 +29,7 @@ COLOURS = {
     WORKSPACE: "#c9a227",
 }
 """The bands from the bottom to the top, with their colours; all rows of the account that are not here make one band."""
-# The optimizer's step, whose time is not known, takes this share of the axis.
-_OPTIMIZER_SHARE = 0.035
+_OPTIMIZER_SHARE = 0.035  # the optimizer's step, whose time is not known, takes this share of the axis
 _WIDTH, _HEIGHT, _COLUMNS = 860, 220, 430
 _STYLE = """
 .memopt-heart { font: 13px/1.5 system-ui, sans-serif; max-width: 860px; color: inherit; }

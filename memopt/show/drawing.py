@@ -23,14 +23,10 @@ Box = tuple[float, float, float, float]
 _DISTANCES = (0.9, 1.7, 2.7, 4.0, 5.5, 7.5, 10.0)
 # Directions from the point, in degrees, the preferred first.
 _DIRECTIONS = (90, 45, 0, -90, -45, 135, 20, 70, 110, 180, -20, -135, 160, -160)
-# Labels further away than this, in multiples of their height, get a line to their point.
-_LEADS = 1.5
-# Radius of a dot, in pixels.
-_DOT = 8.0
-# Space around a label, in multiples of its height.
-_PADDING = 0.4
-# A label without a line is nearer to its own point than to any other, by this factor.
-_NEARER = 1.4
+_LEADS = 1.5  # labels further away than this, in multiples of their height, get a line to their point
+_DOT = 8.0  # radius of a dot, in pixels
+_PADDING = 0.4  # space around a label, in multiples of its height
+_NEARER = 1.4  # a label without a line is nearer to its own point than to any other, by this factor
 
 
 def new_figure(width: float, height: float, **margins: float) -> tuple[Figure, Axes]:

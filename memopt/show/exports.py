@@ -23,8 +23,7 @@ _FORMATS: tuple[Format, ...] = get_args(Format)
 _BY_NAME: dict[str, Format] = {
     ".pickle": "snapshot", ".pkl": "snapshot", ".json": "trace", ".dot": "dot", ".gv": "dot",
 }  # fmt: skip
-# The highest protocol that the visualiser reads.
-_PROTOCOL = 4
+_PROTOCOL = 4  # the highest protocol that the visualiser reads
 _OPERATORS, _MODULES, _OUT, _BACK = 1, 2, 3, 4
 _TRACKS = {_OPERATORS: "operators", _MODULES: "modules", _OUT: "copies to the host", _BACK: "copies from the host"}
 Event = dict[str, Any]

@@ -25,8 +25,7 @@ ROWS = 16
 _CURVE, _RECIPE, _SHADE = "#1f5fa8", "#c4532d", "#ececec"
 _FONT = 9.0
 _SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
-# Distance between the centres of two dots below which they share a label.
-_TOUCH_PIXELS = 16.0
+_TOUCH_PIXELS = 16.0  # distance between the centres of two dots below which they share a label
 
 
 def render(frontier: Frontier, width: int = 110) -> str:

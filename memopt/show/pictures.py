@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = 1600
 _INK, _LIMIT = "#1b1f24", "#b3421f"
-# The budget is drawn if it is at most this many times the highest peak.
-_BUDGET_REACH = 1.7
+_BUDGET_REACH = 1.7  # the budget is drawn if it is at most this many times the highest peak
 _WIDTH, _HEIGHT = 1000.0, 520.0
 _HEAD = 17.0
 _LETTER = 6.6  # the width of a letter of the labels

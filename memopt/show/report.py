@@ -25,13 +25,11 @@ BRIEF_LINES = 40
 # The most rows of bytes and of modules that `brief` shows, tried in this order until `BRIEF_LINES` lines suffice.
 _BRIEF = ((99, 16), (99, 10), (99, 6), (8, 8), (8, 5), (6, 4), (4, 2))
 _BRIEF_NOTES = 3
-# Tables of modules that are narrower have no columns for the numbers of operators.
-_WIDE = 100
+_WIDE = 100  # tables of modules that are narrower have no columns for the numbers of operators
 _NOTABLE = 0.0005
 """The least share of a step that guards and memopt's Python code must take to be mentioned: half of the last digit of
 the added time."""
-# Names of modules are not folded to fewer columns, however narrow the terminal is.
-_MODULE_WIDTH = 16
+_MODULE_WIDTH = 16  # names of modules are not folded to fewer columns, however narrow the terminal is
 
 
 def render(plan: Plan, width: int = 110) -> str:
