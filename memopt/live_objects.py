@@ -56,19 +56,15 @@ class _OldObjects:
         with self._lock:
             if self._before_collection not in gc.callbacks:
                 gc.callbacks.append(self._before_collection)
-            found, frozen = self._now(), gc.get_freeze_count()
+            young, frozen = _young(), gc.get_freeze_count()
+            promoted, self._promoted = self._promoted, []
+            alive = (one for reference in (*self._known, *promoted) if (one := reference()) is not None)
+            found = {id(one): one for one in (*alive, *young)}
             # gc.freeze() and gc.unfreeze() move objects, too
             if self._mark is None or id(self._mark) not in found or frozen != self._frozen:
                 found = {id(one): one for one in _of(_KINDS, gc.get_objects())}
             self._known, self._mark, self._frozen = list(map(weakref.ref, found.values())), _Mark(), frozen
             return list(found.values())
-
-    def _now(self) -> dict[int, Any]:
-        """The known ones that are alive, and those in the younger generations, by their `id`."""
-        young = _young()
-        promoted, self._promoted = self._promoted, []
-        alive = [one for reference in (*self._known, *promoted) if (one := reference()) is not None]
-        return {id(one): one for one in (*alive, *young)}
 
     def _before_collection(self, phase: str, details: Mapping[str, int]) -> None:
         if phase == "start" and details["generation"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,14 +226,11 @@ def _apply(event: Mapping[str, Any], live: dict[int, Block]) -> int:
 
 
 def _by_line(blocks: Iterable[Block]) -> Iterator[_HeldBlock]:
-    sums: Counter[tuple[str, str]] = Counter()
-    counts: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for nbytes, category, frames in blocks:
-        key = category or _row(frames), _place(frames)
-        sums[key] += nbytes
-        counts[key] += 1
-    for key, nbytes in sums.items():
-        yield _HeldBlock(*key, nbytes, counts[key])
+        found[category or _row(frames), _place(frames)].append(nbytes)
+    for key, sizes in found.items():
+        yield _HeldBlock(*key, sum(sizes), len(sizes))
 
 
 def _row(frames: list[Mapping[str, Any]]) -> str:
