@@ -151,7 +151,8 @@ def _reasons(captured: TracedStep) -> list[_Reasons | None]:
     for number, region in enumerate(captured.regions):
         operators = region.operators
         if captured.rewriting.autocast is not None and operators is not None and "precision" in operators.names:
-            found[number] = reasons = defaultdict(list)
+            reasons: _Reasons = defaultdict(list)
+            found[number] = reasons
             why = operators.reasons("precision")
             for node in operators.stages[-1].graph.nodes:
                 if node.name in why:
