@@ -159,8 +159,8 @@ def gaps(call: OpCall) -> int:
 
 
 def sparse_copies(call: OpCall) -> int:
-    """Workspace bytes of a conversion to a sparse tensor: its indices twice, and its values, in fp32 too if they have 16
-    bits."""
+    """Workspace bytes of a conversion to a sparse tensor: its indices twice, and its values, those of 16 bits in fp32
+    too."""
     spec = first(call)
     return spec.numel * (16 * max(2, len(spec.size)) + max(6, spec.dtype.itemsize))
 

@@ -178,8 +178,8 @@ class Moment:
             return max(in_step, plan.account.resident_bytes + max(until_backward, in_forward)) - beside
 
         dropped = self.entry.dropped_outputs(plan)
-        entry = self.entry
-        seen = entry.meanwhile, entry.returned_bytes, self.kept_outputs, dropped, entry.graph.kept
+        code = self.entry.callers_code
+        seen = code.meanwhile, code.returned_bytes, self.kept_outputs, dropped, self.entry.graph.kept
         return self.entry.figure(("alone", *seen), plan, figure)
 
     def callers_code(self, plan: Plan) -> int:
@@ -191,7 +191,7 @@ class Moment:
     def beside_callers_code(self, situation: Situation, plan: Plan) -> Situation:
         """The situation with the bytes that the caller's own code was seen to allocate during steps like those of
         `plan`; unchanged where nothing was seen."""
-        if self.entry.meanwhile is None:
+        if self.entry.callers_code.meanwhile is None:
             return situation
         return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
 

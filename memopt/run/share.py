@@ -197,7 +197,9 @@ class Share:
             with as_implemented():
                 differentiated = [tensor for tensor in tensors if tensor.grad_fn is not None]
                 outputs = [tensor for tensor in differentiated if tensor.dim()]
-                more = distinct_bytes(outputs) > self.entry.returned_bytes or self.entry.given_bytes is None
+                more = (
+                    distinct_bytes(outputs) > self.entry.callers_code.returned_bytes or self.entry.given_bytes is None
+                )
                 others, before = self._parameters_of_others(), self._others_there or 0
                 more, self._others_there = more or others > before + self.entry.notable_bytes, max(before, others)
                 if differentiated and (more or self.ledger.may_look()):
