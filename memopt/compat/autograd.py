@@ -20,19 +20,16 @@ from torch.utils import checkpoint
 from memopt.errors import UnplannedGradientError
 from passes.compat import private
 
-PRIVATE_NAMES = (
-    *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
-    *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
-    *private("torch.autograd", "_get_sequence_nr"),
-    *private("torch.autograd.graph", "Node._sequence_nr"),
-    *private("torch.autograd.graph", "_engine_run_backward", call="outputs"),
-    *private("torch.autograd", "_engine_run_backward", call="outputs"),
-    *private("torch.autograd.graph", "Node._input_metadata", needed=False),
-    *private("torch._C._functorch", "maybe_current_level is_batchedtensor is_legacy_batchedtensor"),
-    *private("torch.autograd.forward_ad", "_current_level"),
-    *private("torch.utils.checkpoint", "_StopRecomputationError"),
-    *private("torch.autograd", "Variable._execution_engine.queue_callback"),  # as DDP does
-)
+PRIVATE_NAMES = private("""
+    torch._C: _will_engine_execute_node _current_autograd_node _current_graph_task_id
+    torch._C._autograd: _get_current_graph_task_keep_graph
+    torch.autograd: _get_sequence_nr _engine_run_backward(outputs) Variable._execution_engine.queue_callback
+    torch.autograd.graph: Node._sequence_nr _engine_run_backward(outputs)
+    torch.autograd.graph: Node._input_metadata [optional]
+    torch._C._functorch: maybe_current_level is_batchedtensor is_legacy_batchedtensor
+    torch.autograd.forward_ad: _current_level
+    torch.utils.checkpoint: _StopRecomputationError
+""")
 
 
 class Fate(Enum):

@@ -11,7 +11,7 @@ import torch
 
 from passes.compat import private
 
-PRIVATE_NAMES = private("torch._C", "_accelerator_setAllocatorSettings", needed=False)
+PRIVATE_NAMES = private("torch._C: _accelerator_setAllocatorSettings [optional]")
 
 # `torch._C` is the extension module: this part has no stubs.
 _set_settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

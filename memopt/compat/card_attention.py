@@ -16,9 +16,7 @@ from torch.overrides import TorchFunctionMode
 from passes.compat import private
 
 PRIVATE_NAMES = private(
-    "torch",
-    "_scaled_dot_product_attention_math",
-    call="query, key, value, mask, dropout, is_causal, scale=, enable_gqa=",
+    "torch: _scaled_dot_product_attention_math(query, key, value, mask, dropout, is_causal, scale=, enable_gqa=)"
 )
 
 aten = torch.ops.aten

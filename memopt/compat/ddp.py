@@ -15,22 +15,14 @@ from memopt.compat.tensors import is_view
 from passes.compat import private
 
 # DDP's own mixed precision calls the reducer's hooks from Python.
-PRIVATE_NAMES = (
-    *private(
-        "torch.nn.parallel.distributed",
-        "DistributedDataParallel._get_active_ddp_module DistributedDataParallel._build_params_for_reducer "
-        "DistributedDataParallel._get_ddp_logging_data",
-    ),
-    *private(
-        "torch.nn.parallel.distributed",
-        "DistributedDataParallel._delay_all_reduce_all_params DistributedDataParallel._use_python_reducer "
-        "DistributedDataParallel._ddp_sink_clone DistributedDataParallel._static_graph_delay_allreduce_enqueued "
-        "DistributedDataParallel._join_config",
-        needed=False,
-    ),
-    *private("torch._C._distributed_c10d", "Reducer._autograd_hook Reducer._remove_autograd_hooks"),
-    *private("torch.distributed.distributed_c10d", "_get_default_store"),
-)
+PRIVATE_NAMES = private("""
+    torch.nn.parallel.distributed: DistributedDataParallel._get_active_ddp_module ._build_params_for_reducer
+        ._get_ddp_logging_data
+    torch.nn.parallel.distributed: DistributedDataParallel._delay_all_reduce_all_params ._use_python_reducer
+        ._ddp_sink_clone ._static_graph_delay_allreduce_enqueued ._join_config [optional]
+    torch._C._distributed_c10d: Reducer._autograd_hook ._remove_autograd_hooks
+    torch.distributed.distributed_c10d: _get_default_store
+""")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
 # Dynamo itself refuses settings that it does not have. Attributes that it sets on other objects are seen only there:
 # `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
-PRIVATE_NAMES = (
-    *private("torch._dynamo.exc", "BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException"),
-    *private("torch._dynamo.config", "_make_closure_patcher"),
-    *private("torch._functorch.config", "_make_closure_patcher"),
-    *private("torch.compiler.config", "_make_closure_patcher"),
-    *private("torch._dynamo.eval_frame", "cached_backends DynamoStance _stance"),
-    *private("torch._dynamo.convert_frame", "input_codes.seen"),
-    *private("torch._dynamo", "maybe_mark_dynamic"),
-    *private("torch._C._dynamo.eval_frame", "_debug_get_cache_entry_list reset_code"),
-    *private("torch._guards", "TracingContext.get tracing"),
-    *private("torch._dynamo.pgo", "_CODE_STATE CodeState"),
-    *private("torch.compiler", "_is_exporting_flag"),
-    *private("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx", call=""),
-    *private("torch._dynamo.side_effects", "SideEffects._get_modified_vars", call="self"),
-    *private("torch._dynamo.variables.base", "VariableTracker.is_python_constant VariableTracker.as_python_constant"),
-    *private("torch._dynamo.variables.base", "AttributeMutationNew ValueMutationNew"),
-)
+PRIVATE_NAMES = private("""
+    torch._dynamo.exc: BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException
+    torch._dynamo.config: _make_closure_patcher
+    torch._functorch.config: _make_closure_patcher
+    torch.compiler.config: _make_closure_patcher
+    torch._dynamo.eval_frame: cached_backends DynamoStance _stance
+    torch._dynamo.convert_frame: input_codes.seen
+    torch._dynamo: maybe_mark_dynamic
+    torch._C._dynamo.eval_frame: _debug_get_cache_entry_list reset_code
+    torch._guards: TracingContext.get tracing
+    torch._dynamo.pgo: _CODE_STATE CodeState
+    torch.compiler: _is_exporting_flag
+    torch._dynamo.symbolic_convert: InstructionTranslator.current_tx()
+    torch._dynamo.side_effects: SideEffects._get_modified_vars(self)
+    torch._dynamo.variables.base: VariableTracker.is_python_constant .as_python_constant AttributeMutationNew
+        ValueMutationNew
+""")
 
 _ERRORS = {
     "BackendCompilerFailed": "BackendCompilerFailed",

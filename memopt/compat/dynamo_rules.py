@@ -15,35 +15,21 @@ import torch
 
 from passes.compat import Replacement, private
 
-PRIVATE_NAMES = (
-    *private("torch._dynamo.variables", "TensorVariable.method_requires_grad_", call="self, tx, requires_grad"),
-    *private(
-        "torch._dynamo.variables",
-        "TensorVariable.method_addcdiv_ TensorVariable.method_addcmul_ TensorVariable.method_add_ "
-        "TensorVariable.method_backward",
-        needed=False,
-    ),
-    *private("torch._dynamo.variables.ctx_manager", "GradModeVariable._call_func", call="self, tx, values"),
-    *private("torch._C", "_set_grad_enabled"),
-    *private("torch._dynamo.variables.tensor", "TensorVariable.tp_methods", needed=False, since=(2, 15)),
-    *private(
-        "torch._dynamo.variables.torch", "tracing_state_functions TorchInGraphFunctionVariable._get_handlers", call=""
-    ),
-    *private(
-        "torch._dynamo.variables.torch", "TorchInGraphFunctionVariable.call_function", call="self, tx, args, kwargs"
-    ),
-    *private("torch._dynamo.variables.base", "VariableTracker.is_tensor VariableTracker.as_proxy", call="self"),
-    *private("torch._dynamo.variables", "GetAttrVariable.call_method", call="self, tx, name, args, kwargs"),
-    *private("torch._dynamo.variables.builtin", "SetAttrBuiltinVariable._call_setattr", since=(2, 13), until=(2, 13)),
-    *private("torch._dynamo.trace_rules", "get_legacy_mod_inlinelist", call=""),
-    *private("torch._dynamo.variables.base", "VariableTracker.call_method", call="self, tx, name, args, kwargs"),
-    *private(
-        "torch._dynamo._trace_wrapped_higher_order_op",
-        "autograd_function_backward_rewritten",
-        needed=False,
-        since=(2, 13),
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch._dynamo.variables: TensorVariable.method_requires_grad_(self, tx, requires_grad)
+        GetAttrVariable.call_method(self, tx, name, args, kwargs)
+    torch._dynamo.variables: TensorVariable.method_addcdiv_ .method_addcmul_ .method_add_ .method_backward [optional]
+    torch._dynamo.variables.ctx_manager: GradModeVariable._call_func(self, tx, values)
+    torch._C: _set_grad_enabled
+    torch._dynamo.variables.tensor: TensorVariable.tp_methods [optional, since 2.15]
+    torch._dynamo.variables.torch: tracing_state_functions() TorchInGraphFunctionVariable._get_handlers()
+        .call_function(self, tx, args, kwargs)
+    torch._dynamo.variables.base: VariableTracker.is_tensor(self) .as_proxy(self)
+        .call_method(self, tx, name, args, kwargs)
+    torch._dynamo.variables.builtin: SetAttrBuiltinVariable._call_setattr [since 2.13, until 2.13]
+    torch._dynamo.trace_rules: get_legacy_mod_inlinelist()
+    torch._dynamo._trace_wrapped_higher_order_op: autograd_function_backward_rewritten [optional, since 2.13]
+""")
 
 
 def replacements() -> list[Replacement]:

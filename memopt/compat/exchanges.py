@@ -24,26 +24,15 @@ from memopt.compat.host import HOST
 from memopt.compat.tensors import users_of
 from passes.compat import private
 
-PRIVATE_NAMES = (
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_state",
-        "FSDPState._is_root FSDPState._auto_reshard_after_forward",
-        needed=False,
-    ),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        "FSDPParamGroup.post_forward_mesh_info FSDPParamGroup.mesh_info FSDPParamGroup._all_gather_process_group",
-        needed=False,
-    ),
-    *private("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam._sharded_param_data", needed=False),
-    *private("torch.distributed.pipelining.schedules", "_PipelineSchedule"),
-    *private(
-        "torch.distributed.pipelining.schedules",
-        "_PipelineSchedule._n_microbatches _PipelineSchedule._loss_fn _PipelineSchedule._has_backward "
-        "_PipelineSchedule._split_inputs PipelineScheduleSingle._stage PipelineScheduleMulti._stages",
-        needed=False,
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._is_root ._auto_reshard_after_forward [optional]
+    torch.distributed.fsdp._fully_shard._fsdp_param_group: FSDPParamGroup.post_forward_mesh_info .mesh_info
+        ._all_gather_process_group [optional]
+    torch.distributed.fsdp._fully_shard._fsdp_param: FSDPParam._sharded_param_data [optional]
+    torch.distributed.pipelining.schedules: _PipelineSchedule
+    torch.distributed.pipelining.schedules: _PipelineSchedule._n_microbatches ._loss_fn ._has_backward ._split_inputs
+        PipelineScheduleSingle._stage PipelineScheduleMulti._stages [optional]
+""")
 
 ALL = sys.maxsize
 """A number of blocks that is larger than any model's."""

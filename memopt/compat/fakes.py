@@ -16,31 +16,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 from passes.compat import Replacement, private, replaced
 
-PRIVATE_NAMES = (
-    *private(
-        "torch._subclasses.fake_tensor",
-        "FakeTensor FakeTensorMode DataDependentOutputException DynamicOutputShapeException",
-    ),
-    *private(
-        "torch._subclasses.fake_tensor", "FakeTensor.fake_device FakeTensorMode.fake_tensor_converter", needed=False
-    ),
-    *private(
-        "torch._subclasses.fake_tensor", "FakeTensorConverter.from_meta_and_device", call="self, mode, tensor, device"
-    ),
-    *private(
-        "torch._subclasses.fake_tensor",
-        "FakeTensorMode.from_tensor",
-        call="self, tensor, symbolic_context=, source=, trace=",
-    ),
-    *private("torch._subclasses.fake_tensor", "FakeTensor.__init__", call="self, mode, meta, device, constant"),
-    *private("torch._subclasses.fake_impls", "op_implementations_dict"),
-    *private("torch._prims_common", "suggest_memory_format"),
-    *private("torch._guards", "TracingContext.get"),
-    *private("torch._guards", "TracingContext.fake_mode TracingContext.tensor_to_context", needed=False),
-    *private("torch._subclasses.fake_tensor", "FakeTensorMode.shape_env", needed=False),
-    *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.ignore_fresh_unbacked_symbols"),
-    *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.fake_tensor_cache", needed=False),
-)
+PRIVATE_NAMES = private("""
+    torch._subclasses.fake_tensor: FakeTensor FakeTensorMode DataDependentOutputException DynamicOutputShapeException
+        FakeTensorConverter.from_meta_and_device(self, mode, tensor, device)
+        FakeTensorMode.from_tensor(self, tensor, symbolic_context=, source=, trace=)
+        FakeTensor.__init__(self, mode, meta, device, constant)
+    torch._subclasses.fake_tensor: FakeTensor.fake_device FakeTensorMode.fake_tensor_converter .shape_env [optional]
+    torch._subclasses.fake_impls: op_implementations_dict
+    torch._prims_common: suggest_memory_format
+    torch._guards: TracingContext.get
+    torch._guards: TracingContext.fake_mode .tensor_to_context [optional]
+    torch.fx.experimental.symbolic_shapes: ShapeEnv.ignore_fresh_unbacked_symbols
+    torch.fx.experimental.symbolic_shapes: ShapeEnv.fake_tensor_cache [optional]
+""")
 
 
 DEPENDS_ON_VALUES = DataDependentOutputException, DynamicOutputShapeException

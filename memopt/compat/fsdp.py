@@ -16,25 +16,15 @@ from memopt.compat.modules import modules_of
 from memopt.compat.tensors import is_sharded
 from passes.compat import private, replaced
 
-PRIVATE_NAMES = (
-    *private("torch.distributed.fsdp", "FSDPModule._get_fsdp_state"),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._fsdp_param_groups", since=(2, 13), needed=False
-    ),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._fsdp_param_group", until=(2, 11), needed=False
-    ),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        "FSDPParamGroup._all_gather_comm FSDPParamGroup._reduce_scatter_comm FSDPParamGroup._partial_reduce_output",
-        needed=False,
-    ),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_param",
-        "FSDPParam._unsharded_param FSDPParam.unsharded_accumulated_grad FSDPParam.is_dtensor",
-        needed=False,
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch.distributed.fsdp: FSDPModule._get_fsdp_state
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_groups [optional, since 2.13]
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_group [optional, until 2.11]
+    torch.distributed.fsdp._fully_shard._fsdp_param_group: FSDPParamGroup._all_gather_comm ._reduce_scatter_comm
+        ._partial_reduce_output [optional]
+    torch.distributed.fsdp._fully_shard._fsdp_param: FSDPParam._unsharded_param .unsharded_accumulated_grad
+        .is_dtensor [optional]
+""")
 
 
 def is_fully_sharded(model: nn.Module) -> bool:

@@ -12,12 +12,12 @@ import torch
 
 from passes.compat import private, replaced
 
-PRIVATE_NAMES = (
-    *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
-    *private("torch.autograd.graph", "Node._register_hook_dict"),
-    *private("torch._C", "DisableTorchFunctionSubclass"),
-    *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
-)
+PRIVATE_NAMES = private("""
+    torch: Tensor._backward_hooks ._post_accumulate_grad_hooks
+    torch.autograd.graph: Node._register_hook_dict
+    torch._C: DisableTorchFunctionSubclass
+    torch._higher_order_ops.register_hook: RegisterHookOp.__call__ [optional, since 2.13]
+""")
 
 _Leaf = TypeVar("_Leaf", bound=torch.Tensor)
 _Table = TypeVar("_Table", bound=OrderedDict[int, Any])

@@ -22,11 +22,11 @@ from passes.compat import private
 
 # `_set_throw_on_mutable_data_ptr` makes kernels that would write to a tensor, and code that asks for its address, raise
 # `RuntimeError`; `_construct_storage_from_data_pointer` makes a storage in memory that it does not own.
-PRIVATE_NAMES = (
-    *private("torch._C._autograd", "_profiler_enabled DeviceType"),
-    *private("libc10", "_ZN3c1025profiledCPUMemoryReporterEv _ZN3c1025ProfiledCPUMemoryReporter3NewEPvm", needed=False),
-    *private("torch._C", "_set_throw_on_mutable_data_ptr _construct_storage_from_data_pointer"),
-)
+PRIVATE_NAMES = private("""
+    torch._C._autograd: _profiler_enabled DeviceType
+    libc10: _ZN3c1025profiledCPUMemoryReporterEv _ZN3c1025ProfiledCPUMemoryReporter3NewEPvm [optional]
+    torch._C: _set_throw_on_mutable_data_ptr _construct_storage_from_data_pointer
+""")
 
 HOST = torch.device("cpu")
 

@@ -26,18 +26,16 @@ from passes.compat import Replacement, private, replaced_all
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-PRIVATE_NAMES = (
-    *private("torch._inductor.compile_fx", "compile_fx", call="module, inputs, inner_compile=, config_patches="),
-    *private("torch._inductor.compile_fx", "compile_fx_inner"),
-    *private("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
-    *private("torch._inductor.exc", "InductorError"),
-    *private("torch._inductor.fx_passes.replace_random", "fuse_seed_creation_pass", call="graph"),
-    *private("torch._inductor.virtualized", "V.set_fake_mode"),
-    *private("torch._inductor.virtualized", "V.set_choices_handler"),
-    *private("torch._inductor.choices", "InductorChoices"),
-    *private("torch._inductor.runtime.benchmarking", "benchmarker.benchmark_gpu"),
-    *private("torch._ops", "HigherOrderOperator.python_key_table", needed=False),
-)
+PRIVATE_NAMES = private("""
+    torch._inductor.compile_fx: compile_fx(module, inputs, inner_compile=, config_patches=) compile_fx_inner
+    torch._inductor.custom_graph_pass: CustomPartitionerFn
+    torch._inductor.exc: InductorError
+    torch._inductor.fx_passes.replace_random: fuse_seed_creation_pass(graph)
+    torch._inductor.virtualized: V.set_fake_mode .set_choices_handler
+    torch._inductor.choices: InductorChoices
+    torch._inductor.runtime.benchmarking: benchmarker.benchmark_gpu
+    torch._ops: HigherOrderOperator.python_key_table [optional]
+""")
 
 
 NO_CUDA_GRAPHS = (

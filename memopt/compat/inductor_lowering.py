@@ -25,31 +25,21 @@ from torch._ops import OpOverload
 from passes.compat import Replacement, private
 from passes.ops.offload_ops import COPY_OUT, TRANSFERS
 
-PRIVATE_NAMES = (
-    *private(
-        "torch._inductor.lowering",
-        "lowerings decompositions require_contiguous tag_to_layout_constraint FALLBACK_ALLOW_LIST",
-    ),
-    *private("torch._inductor.lowering", "make_fallback", call="op, layout_constraint=, warn=, override_decomp="),
-    *private("torch._inductor.lowering", "fallback_handler", call="kernel, add_to_fallback_set"),
-    *private("torch._inductor.config", "implicit_fallbacks _pre_fusion_custom_pass"),
-    *private("torch._inductor.ir", "ExternKernel.require_exact_strides", call="value, strides, allow_padding="),
-    *private("torch._inductor.ir", "FlexibleLayout.stride_ordered_for_memory_format"),
-    *private("torch._inductor.virtualized", "V"),
-    *private(
-        "torch._inductor.graph", "GraphLowering.nodes_prefer_channels_last GraphLowering.operations", needed=False
-    ),
-    *private("torch._library.utils", "get_layout_constraint_tag", call="op, with_default="),
-    *private("torch._library.utils", "is_builtin"),
-    *private("torch._inductor.custom_graph_pass", "CustomSchedulerPass", needed=False, since=(2, 13)),
-    *private("torch._inductor.custom_graph_pass", "CustomGraphPass"),
-    *private("torch._inductor.dependencies", "WeakDep", call="name, mutating, is_fake="),
-    *private("torch._inductor.scheduler", "NodeUser", call="node, is_weak="),
-    *private(
-        "torch._inductor.scheduler",
-        "Scheduler.topological_sort_schedule Scheduler.compute_ancestors BaseSchedulerNode.add_fake_dep",
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch._inductor.lowering: lowerings decompositions require_contiguous tag_to_layout_constraint FALLBACK_ALLOW_LIST
+        make_fallback(op, layout_constraint=, warn=, override_decomp=) fallback_handler(kernel, add_to_fallback_set)
+    torch._inductor.config: implicit_fallbacks _pre_fusion_custom_pass
+    torch._inductor.ir: ExternKernel.require_exact_strides(value, strides, allow_padding=)
+        FlexibleLayout.stride_ordered_for_memory_format
+    torch._inductor.virtualized: V
+    torch._inductor.graph: GraphLowering.nodes_prefer_channels_last .operations [optional]
+    torch._library.utils: get_layout_constraint_tag(op, with_default=) is_builtin
+    torch._inductor.custom_graph_pass: CustomSchedulerPass [optional, since 2.13]
+    torch._inductor.custom_graph_pass: CustomGraphPass
+    torch._inductor.dependencies: WeakDep(name, mutating, is_fake=)
+    torch._inductor.scheduler: NodeUser(node, is_weak=) Scheduler.topological_sort_schedule .compute_ancestors
+        BaseSchedulerNode.add_fake_dep
+""")
 
 FALLBACKS = "copies to the host laid out as results, pools in ceil_mode as they are"
 """Describes the layout rules of this module. It is part of the key of inductor's cache, so that code compiled under

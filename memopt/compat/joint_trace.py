@@ -26,36 +26,24 @@ from memopt.compat.symbols import has_gaps
 from memopt.compat.true_results import correct_strides
 from passes.compat import Replacement, erase_all, forget_erased, private, replaced_all
 
-PRIVATE_NAMES = (
-    *private(
-        "torch._functorch.aot_autograd",
-        "aot_export_joint_with_descriptors",
-        call="stack, module, args, keep_inference_input_mutations=",
-    ),
-    *private(
-        "torch._functorch._aot_autograd.graph_compile",
-        "aot_stage2_compile",
-        call="state, capture, partition_fn=, fw_compiler=, bw_compiler=, inference_compiler=",
-    ),
-    *private("torch._functorch._aot_autograd.graph_compile", "aot_stage2_autograd"),
-    *private("torch._dynamo.compiled_autograd", "_disable"),
-    *private("torch._dynamo.utils", "preserve_rng_state"),
-    *private("torch._dispatch.python", "enable_python_dispatcher"),
-    *private("torch._functorch._aot_autograd.schemas", "OutputType.alias_of_input OutputType.is_input"),
-    *private(
-        "torch._functorch._aot_autograd.schemas",
-        "JointWithDescriptors._aot_state JointWithDescriptors._aot_graph_capture AOTState.needs_autograd "
-        "AOTState.fw_metadata AOTState.aot_config AOTState.fake_mode ViewAndMutationMeta.output_info "
-        "ViewAndMutationMeta.input_info ViewAndMutationMeta.dynamic_saved_tensors_idxs "
-        "ViewAndMutationMeta.subclass_inp_meta ViewAndMutationMeta.bw_donated_idxs",
-        needed=False,
-    ),
-    *private("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta.from_tensor", call="tensor"),
-    *private("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta", call="memory_format="),
-    *private("torch._prims_common", "suggest_memory_format"),
-    *private("torch._logging._internal", "getArtifactLogger"),
-    *private("torch._dynamo.symbolic_convert", "TensorifyState.force_specializations"),
-)
+PRIVATE_NAMES = private("""
+    torch._functorch.aot_autograd:
+        aot_export_joint_with_descriptors(stack, module, args, keep_inference_input_mutations=)
+    torch._functorch._aot_autograd.graph_compile:
+        aot_stage2_compile(state, capture, partition_fn=, fw_compiler=, bw_compiler=, inference_compiler=)
+        aot_stage2_autograd
+    torch._dynamo.compiled_autograd: _disable
+    torch._dynamo.utils: preserve_rng_state
+    torch._dispatch.python: enable_python_dispatcher
+    torch._functorch._aot_autograd.schemas: OutputType.alias_of_input .is_input MemoryFormatMeta.from_tensor(tensor)
+        MemoryFormatMeta(memory_format=)
+    torch._functorch._aot_autograd.schemas: JointWithDescriptors._aot_state ._aot_graph_capture AOTState.needs_autograd
+        .fw_metadata .aot_config .fake_mode ViewAndMutationMeta.output_info .input_info .dynamic_saved_tensors_idxs
+        .subclass_inp_meta .bw_donated_idxs [optional]
+    torch._prims_common: suggest_memory_format
+    torch._logging._internal: getArtifactLogger
+    torch._dynamo.symbolic_convert: TensorifyState.force_specializations
+""")
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""

@@ -29,23 +29,16 @@ from passes.compat import private, replaced
 
 # `_compiled_call_impl` is what `Module.compile()` sets: an attribute of the instance (None on the class) that
 # `Module.__call__` prefers to `_call_impl`. Pickling and `copy.deepcopy` leave it out.
-PRIVATE_NAMES = (
-    *private("torch.nn", "Module._call_impl Module._compiled_call_impl"),
-    *private("torch.nn", "Module._apply", call="self, fn, recurse"),
-    *private(
-        "torch.nn",
-        "Module._buffers Module._modules Module._parameters Module._forward_hooks Module._forward_pre_hooks",
-        needed=False,
-    ),
-    *private("torch.utils.hooks", "BackwardHook.__init__", call="self, module, full, before"),
-    *private("torch.amp", "GradScaler._found_inf_per_device", call="self, optimizer"),
-    *private(
-        "torch.optim.optimizer", "_foreach_supported_types _global_optimizer_pre_hooks _global_optimizer_post_hooks"
-    ),
-    *private("torch.optim.optimizer", "_get_foreach_kernels_supported_devices", call=""),
-    *private("torch.compiler", "_is_compiling_flag"),
-    *private("torch.nn.utils.parametrize", "_cache"),
-)
+PRIVATE_NAMES = private("""
+    torch.nn: Module._call_impl ._compiled_call_impl ._apply(self, fn, recurse)
+    torch.nn: Module._buffers ._modules ._parameters ._forward_hooks ._forward_pre_hooks [optional]
+    torch.utils.hooks: BackwardHook.__init__(self, module, full, before)
+    torch.amp: GradScaler._found_inf_per_device(self, optimizer)
+    torch.optim.optimizer: _foreach_supported_types _global_optimizer_pre_hooks _global_optimizer_post_hooks
+        _get_foreach_kernels_supported_devices()
+    torch.compiler: _is_compiling_flag
+    torch.nn.utils.parametrize: _cache
+""")
 
 
 def cached_parametrizations() -> dict[Any, Any]:

@@ -24,25 +24,19 @@ from passes.compat import overload_name as overload_name
 from passes.compat import private
 from passes.compat import schema_of as schema_of
 
-PRIVATE_NAMES = (
-    *private(
-        "torch.utils._python_dispatch",
-        "TorchDispatchMode _disable_current_modes _get_current_dispatch_mode_stack TorchDispatchMode.is_infra_mode",
-    ),
-    *private(
-        "torch._C",
-        "DisableTorchFunctionSubclass DisableTorchFunction _DisableAutocast DispatchKey "
-        "_dispatch_has_kernel_for_dispatch_key _dispatch_get_registrations_for_dispatch_key "
-        "_ForceDispatchKeyGuard _dispatch_tls_local_include_set _dispatch_tls_local_exclude_set _set_grad_enabled",
-    ),
-    *private("torch._ops", "OpOverload._op_dk OpOverload._schema OpOverload._overloadname", needed=False),
-    *private("torch._ops", "OpOverload HigherOrderOperator"),
-    *private("torch.utils._pytree", "tree_flatten tree_leaves tree_map tree_unflatten"),
-    *private("torch.amp.autocast_mode", "_enter_autocast _exit_autocast"),
-    *private("torch._C._autograd", "_get_data_attr"),
-    *private("torch._C._functorch", "get_inplace_requires_grad_allowed", call=""),
-    *private("torch._C._functorch", "set_inplace_requires_grad_allowed", call="allowed"),
-)
+PRIVATE_NAMES = private("""
+    torch.utils._python_dispatch: TorchDispatchMode _disable_current_modes _get_current_dispatch_mode_stack
+        TorchDispatchMode.is_infra_mode
+    torch._C: DisableTorchFunctionSubclass DisableTorchFunction _DisableAutocast DispatchKey
+        _dispatch_has_kernel_for_dispatch_key _dispatch_get_registrations_for_dispatch_key _ForceDispatchKeyGuard
+        _dispatch_tls_local_include_set _dispatch_tls_local_exclude_set _set_grad_enabled
+    torch._ops: OpOverload._op_dk ._schema ._overloadname [optional]
+    torch._ops: OpOverload HigherOrderOperator
+    torch.utils._pytree: tree_flatten tree_leaves tree_map tree_unflatten
+    torch.amp.autocast_mode: _enter_autocast _exit_autocast
+    torch._C._autograd: _get_data_attr
+    torch._C._functorch: get_inplace_requires_grad_allowed() set_inplace_requires_grad_allowed(allowed)
+""")
 
 
 def plain_tensors() -> ExitStack:

@@ -15,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from memopt.compat.tensors import WeakStorage, weak_storages
 from passes.compat import private
 
-PRIVATE_NAMES = (
-    *private("torch._C._autograd", "_unsafe_set_version_counter"),
-    *private("torch._C", "_FunctionBase._raw_saved_tensors"),
-    *private("torch._C._autograd", "_top_saved_tensors_default_hooks", call="False"),
-    *private("torch._C._autograd", "_pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks"),
-)
+PRIVATE_NAMES = private("""
+    torch._C._autograd: _unsafe_set_version_counter _top_saved_tensors_default_hooks(False)
+        _pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks
+    torch._C: _FunctionBase._raw_saved_tensors
+""")
 
 
 def saved_by(node: Any) -> list[torch.Tensor]:

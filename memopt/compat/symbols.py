@@ -16,25 +16,14 @@ from memopt.errors import CaptureError
 from passes.compat import private
 
 # No underscores, but undocumented.
-PRIVATE_NAMES = (
-    *private("torch", "SymInt.node", needed=False),
-    *private(
-        "torch.fx.experimental.sym_node",
-        "SymNode.has_hint SymNode.hint SymNode.expr SymNode.shape_env SymNode.maybe_as_float",
-        needed=False,
-    ),
-    *private(
-        "torch.fx.experimental.symbolic_shapes",
-        "ShapeEnv.bound_sympy ShapeEnv.produce_guards_expression ShapeEnv.evaluate_guards_expression "
-        "free_unbacked_symbols rebind_unbacked guard_scalar GuardOnDataDependentSymNode",
-    ),
-    *private("torch.utils._sympy.symbol", "SymT.UNBACKED_FLOAT symbol_is_type"),
-    *private(
-        "torch.fx.experimental.symbolic_shapes",
-        "ShapeEnv.guards ShapeEnv.replacements ShapeEnv.replacements_slocs",
-        needed=False,
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch: SymInt.node [optional]
+    torch.fx.experimental.sym_node: SymNode.has_hint .hint .expr .shape_env .maybe_as_float [optional]
+    torch.fx.experimental.symbolic_shapes: ShapeEnv.bound_sympy .produce_guards_expression .evaluate_guards_expression
+        free_unbacked_symbols rebind_unbacked guard_scalar GuardOnDataDependentSymNode
+    torch.utils._sympy.symbol: SymT.UNBACKED_FLOAT symbol_is_type
+    torch.fx.experimental.symbolic_shapes: ShapeEnv.guards .replacements .replacements_slocs [optional]
+""")
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memopt.compat.operators import plain_tensors
 from passes.compat import private
 
-PRIVATE_NAMES = (
-    *private(
-        "torch",
-        "Tensor._make_wrapper_subclass Tensor._indices Tensor._values Tensor._nested_tensor_size _mkldnn "
-        "UntypedStorage._cdata Tensor._is_view Tensor._use_count",
-    ),
-    *private("torch._C", "DisableTorchFunctionSubclass _storage_Use_Count"),
-    *private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
-    *private("torch.distributed.tensor", "DTensor._local_tensor", needed=False),
-    *private("torch._library.fake_class_registry", "FakeScriptObject"),
-)
+PRIVATE_NAMES = private("""
+    torch: Tensor._make_wrapper_subclass ._indices ._values ._nested_tensor_size _mkldnn UntypedStorage._cdata
+        Tensor._is_view ._use_count
+    torch._C: DisableTorchFunctionSubclass _storage_Use_Count
+    torch.utils._python_dispatch: is_traceable_wrapper_subclass
+    torch.distributed.tensor: DTensor._local_tensor [optional]
+    torch._library.fake_class_registry: FakeScriptObject
+""")
 
 Subclass = TypeVar("Subclass", bound=torch.Tensor)
 

@@ -21,26 +21,16 @@ from passes.compat import forget_erased, private, replaced
 
 # Of the last module nothing has an underscore, but what the functions return and take is not documented, and the method
 # of the mode is replaced.
-PRIVATE_NAMES = (
-    *private("torch._guards", "TracingContext.get tracing"),
-    *private("torch._guards", "TracingContext.module_context TracingContext.fake_mode", needed=False),
-    *private(
-        "torch.fx.experimental.proxy_tensor",
-        "get_proxy_mode track_tensor_tree ProxyTorchDispatchMode.__torch_dispatch__",
-    ),
-    *private(
-        "torch._functorch.partitioners", "_extract_fwd_bwd_modules", call="joint, saved, symbols, num_fwd_outputs="
-    ),
-    *private("torch._prims.rng_prims", "run_and_save_rng_state"),
-    *private("torch.fx.graph", "_BoxedCodeGen"),
-    *private("torch.fx", "Graph._codegen", needed=False),
-    *private(
-        "torch._functorch._aot_autograd.runtime_wrappers",
-        "_FirstInvocationContext.__init__",
-        needed=False,
-        since=(2, 13),
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch._guards: TracingContext.get tracing
+    torch._guards: TracingContext.module_context .fake_mode [optional]
+    torch.fx.experimental.proxy_tensor: get_proxy_mode track_tensor_tree ProxyTorchDispatchMode.__torch_dispatch__
+    torch._functorch.partitioners: _extract_fwd_bwd_modules(joint, saved, symbols, num_fwd_outputs=)
+    torch._prims.rng_prims: run_and_save_rng_state
+    torch.fx.graph: _BoxedCodeGen
+    torch.fx: Graph._codegen [optional]
+    torch._functorch._aot_autograd.runtime_wrappers: _FirstInvocationContext.__init__ [optional, since 2.13]
+""")
 
 
 def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: Sequence[Any]) -> fx.GraphModule:

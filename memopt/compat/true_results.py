@@ -21,10 +21,10 @@ from memopt.compat.operators import (
 from memopt.compat.symbols import is_symbolic
 from passes.compat import private, size_seen
 
-PRIVATE_NAMES = (
-    *private("torch._subclasses.fake_tensor", "FakeTensorMode.dispatch", call="self, func, types, args, kwargs"),
-    *private("torch._decomp", "decomposition_table"),
-)
+PRIVATE_NAMES = private("""
+    torch._subclasses.fake_tensor: FakeTensorMode.dispatch(self, func, types, args, kwargs)
+    torch._decomp: decomposition_table
+""")
 
 _SMALL = 4
 """Sizes up to this one are not replaced by smaller ones."""
