@@ -61,10 +61,8 @@ def runs_node(node: Any) -> bool:
 
 def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
     """For each tensor input of the captured region whose backward runs: the leaf that was passed as this input, and
-    what autograd does with its gradient; (None, `Fate.RETURNED`) where the input was no leaf.
-
-    Every backward needs this for all inputs, so they are looked up at once: a call for each would take longer than
-    the rest of memopt's work in that backward."""
+    what autograd does with its gradient; (None, `Fate.RETURNED`) where the input was no leaf. A call for each input
+    would take longer than the rest of memopt's work in that backward."""
     nodes: list[Any] = [node for node, _ in current_node().next_functions]
     leaves = [getattr(node, "variable", None) for node in nodes]
     executes = torch._C._will_engine_execute_node
@@ -167,9 +165,8 @@ class Retention:
 
     def further(self, order: int, parameters: frozenset[int] = frozenset()) -> Retention:
         """A copy whose `derived` counts one more computation of gradients with a graph of their own. `order` is 1 for
-        gradients of the forward, 2 for gradients of such gradients, and so on; it is lowered to 1 above the
-        highest order that `self` counts. `parameters` has the `id`s of parameters whose gradients are computed; they
-        are added to the copy's."""
+        gradients of the forward, 2 for gradients of such gradients, and so on, at most 1 above the highest order that
+        `self` counts. `parameters` has the `id`s of the parameters by which they are computed."""
         order = min(order, 1 + len(self.derived))
         derived = [*self.derived, *[0] * (order - len(self.derived))]
         derived[order - 1] += 1
@@ -251,15 +248,10 @@ def _nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     return _reached_from({output.grad_fn for output in outputs if output.grad_fn is not None})
 
 
-def _reached_from(
-    nodes: set[Any], among: Callable[[Any], bool] = lambda node: True, beyond: Callable[[Any], bool] = lambda node: True
-) -> Iterator[Any]:
+def _reached_from(nodes: set[Any], among: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
     left = list(nodes)
     while left:
-        node = left.pop()
-        yield node
-        if not beyond(node):
-            continue
+        yield (node := left.pop())
         found = {further for further, _ in node.next_functions if further is not None and among(further)} - nodes
         nodes |= found
         left += found
@@ -362,19 +354,32 @@ def _tell() -> None:
 
 
 def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
-    def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def run_backward(  # the arguments of autograd's engine
+        outputs: Sequence[Any],
+        grad_tensors: Any,
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: tuple[Any, ...] = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
         for listener in tuple(_listeners):
             listener(outputs)
-        inputs = tuple(kwargs.get("inputs", args[3] if len(args) > 3 else ()))
         additions: dict[int, Addition] = {}
-        create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
         order = 1 + _order_of(outputs) if create_graph and _watchers else 0
-        keeps = bool(kwargs.get("keep_graph", args[1] if len(args) > 1 else False))
         for watcher in tuple(_watchers):
-            additions.update(watcher.before_backward(outputs, inputs, order, frees=not keeps))
+            additions.update(watcher.before_backward(outputs, inputs, order, frees=not keep_graph))
+        run = partial(own, outputs, grad_tensors, keep_graph, create_graph, accumulate_grad=accumulate_grad)
         try:
-            whole = partial(_with_additions, partial(own, outputs), additions) if additions else None
-            found = whole(args, kwargs) if whole else own(outputs, *args, **kwargs)
+            if additions and accumulate_grad:
+                raise UnplannedGradientError(
+                    "backward(inputs=…) names an output from which the model computes other outputs: the captured "
+                    "backward does not give that gradient; ask for it with torch.autograd.grad(loss, output)"
+                )
+            if additions:
+                found = _with_additions(run, additions, inputs, create_graph, allow_unreachable)
+            else:
+                found = run(inputs, allow_unreachable=allow_unreachable)
             for gradient in (found or ()) if order else ():
                 if has_node(gradient):
                     gradient.grad_fn.metadata[_ORDER] = order
@@ -411,20 +416,16 @@ def _order_of(starts: Iterable[Any]) -> int:
 
 
 def _with_additions(
-    own: Callable[..., tuple[Any, ...]], additions: Mapping[int, Addition], args: Sequence[Any], kwargs: Any
+    run: Callable[..., tuple[Any, ...]],
+    additions: Mapping[int, Addition],
+    inputs: tuple[Any, ...],
+    create_graph: bool,
+    unreachable: bool,
 ) -> tuple[Any, ...]:
-    """The gradients that a backward is asked for, with the additions, by their positions. `own` starts the backward; it
-    takes what torch passes (`args` and `kwargs`) beside the tensors at which it starts. Raises `UnplannedGradientError`
-    for a `backward(inputs=…)`, which accumulates gradients instead of returning them."""
-    *first, inputs, unreachable, accumulates = [*args, *(kwargs[name] for name in _KEYWORDS if name in kwargs)]
-    _, _, create_graph = first
-    if accumulates:
-        raise UnplannedGradientError(
-            "backward(inputs=…) names an output from which the model computes other outputs: the captured backward "
-            "does not give that gradient; ask for it with torch.autograd.grad(loss, output)"
-        )
+    """The gradients of `inputs` with the additions, by their positions; `run` returns those of a tuple of edges or
+    tensors. Without `unreachable`, an input that was not used is an error."""
     edges = [GradientEdge(*edge) for addition in additions.values() for edge in addition.edges]
-    found = list(own(*first, (*inputs, *edges), True, accumulates))
+    found = list(run((*inputs, *edges), allow_unreachable=True))
     beside = iter(found[len(inputs) :])
     for number, addition in additions.items():
         found[number] = addition.total(found[number], [next(beside) for _ in addition.edges], create_graph)
@@ -432,8 +433,6 @@ def _with_additions(
         raise RuntimeError("a tensor whose gradient is asked for was not used; allow_unused=True gives None for it")
     return tuple(found[: len(inputs)])
 
-
-_KEYWORDS = ("inputs", "allow_unreachable", "accumulate_grad")
 
 _listeners: list[Callable[[Sequence[Any]], None]] = []
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
@@ -465,10 +464,8 @@ def edge_of(end: Any) -> tuple[Any, int]:
 def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any, int]]:
     """The edges of the autograd graph (a node and the number of its output) that a backward from `starts` (tensors or
     edges) goes through. It stops at the nodes in `ends`."""
-    seen = set(map(edge_of, starts))
-    for node in _reached_from({node for node, _ in seen}, beyond=lambda node: node not in ends):
-        seen.update(edge for edge in node.next_functions if node not in ends)
-    return seen
+    nodes, _ = graph_until(starts, lambda node: node in ends)
+    return {*map(edge_of, starts), *(edge for node in nodes for edge in node.next_functions)}
 
 
 def python_nodes(node: Any) -> Iterator[Any]:

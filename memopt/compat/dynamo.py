@@ -111,11 +111,10 @@ def __getattr__(name: str) -> Any:
 def capture_settings() -> Iterator[None]:
     """Context with the Dynamo and AOTAutograd settings under which models are captured and run.
 
-    Sizes and scalars that depend on data become symbols of the graph. Beyond the limit of recompilations an error is
-    raised instead of an eager run, which could exceed the budget. Derivatives that the code takes itself are calls in
-    the graph. Dropout is recomputed from saved generator states. The buckets of DistributedDataParallel do not split
-    the forward. Profiles of sizes that Dynamo has written to disk are neither read nor written. Where the user has
-    switched `torch.compile` off, code is compiled all the same, since no budget would hold otherwise.
+    Sizes and scalars that depend on data become symbols, derivatives that the code takes itself calls in the graph.
+    Beyond the limit of recompilations an error is raised instead of an eager run, which could exceed the budget.
+    Dropout is recomputed from saved generator states. DDP's buckets do not split the forward. Profiles of sizes on disk
+    are neither read nor written. Code is compiled also where the user has switched `torch.compile` off.
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
     default, torch 2.11 skips the guards of parameters, and under Python 3.13 those of whole modules, as long as the
@@ -212,11 +211,9 @@ _OFF = "TORCHDYNAMO_DISABLE"
 
 
 class SeenSizes:
-    """The sizes that Dynamo saw in the calls of one compiled function; those that differ become symbols.
-
-    By default, Dynamo records them for the whole process, by the code in which an input is first used: that of a layer
-    or of the model's class. Sizes that never change in this model would become symbols because another model was called
-    with other ones."""
+    """The sizes that Dynamo saw in the calls of one compiled function; those that differ become symbols. By default,
+    Dynamo records them for the whole process, by the code of a layer or of the model's class: sizes that never change
+    in this model would become symbols because another model was called with other ones."""
 
     def __init__(self) -> None:
         self._noted: Any = None
@@ -235,9 +232,8 @@ class SeenSizes:
 
 @contextmanager
 def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
-    """Context in which Dynamo makes symbols of some sizes in the calls that it captures, unless the code requires one
-    value. `places` names the sizes, each by a tensor and a dimension. After the context the tensors have the marks
-    (`mark_dynamic`) that they had before."""
+    """Context in which Dynamo makes symbols of the sizes at `places`, each a tensor and a dimension, unless the code
+    requires one value. Afterwards the tensors have the marks (`mark_dynamic`) that they had before."""
     from torch._dynamo import maybe_mark_dynamic
 
     chosen = list(places)
@@ -256,9 +252,8 @@ def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None
 
 @contextmanager
 def without_propagated_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Context in which `tensors` lack the marks by which Dynamo makes symbols of their sizes. Compiled code leaves such
-    marks on the tensors that it saves or returns, inputs included, for each size that was a symbol in it. They would
-    act in every later capture, of other models too."""
+    """Context in which `tensors` lack the marks by which Dynamo makes symbols of their sizes. Compiled code leaves them
+    on tensors that it saves or returns, inputs included, and they would act in every later capture of any model."""
     hidden = [(tensor, vars(tensor).pop(_PROPAGATED, None)) for tensor in tensors]
     try:
         yield
@@ -289,18 +284,16 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
     """Empty Dynamo's cache for each code object whose compilations all come from backends for which `is_dead` is true.
-
-    Nothing else frees such compilations: the cache entries of a model's forward belong to its class, and the code that
-    Dynamo made for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called
-    while Dynamo compiles."""
+    Nothing else frees them: the entries of a model's forward belong to its class, or keep their own code alive, unseen
+    by the garbage collector. Not to be called while Dynamo compiles."""
     for code, backends in _compiled_codes():
         if backends and all(map(is_dead, backends)):
             torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def forget_skipped() -> None:
-    """Make Dynamo try again to capture code that it has given up on: where the user's code raised an exception while
-    being captured, Dynamo skips it in all later calls. Not to be called while Dynamo compiles."""
+    """Make Dynamo try again to capture code that it has given up on, as after an exception of the user's code. Not to
+    be called while Dynamo compiles."""
     for code, backends in _compiled_codes():
         if not backends:
             torch._C._dynamo.eval_frame.reset_code(code)
@@ -340,5 +333,4 @@ def user_stack(error: BaseException) -> Sequence[traceback.FrameSummary]:
 
 def copy_source(source: fx.Node, copy: fx.Node) -> None:
     """Give the placeholder `copy` the origin (argument, attribute) that Dynamo recorded on the placeholder `source`."""
-    anything: Any = copy
-    anything._dynamo_source = getattr(source, "_dynamo_source", None)
+    copy._dynamo_source = getattr(source, "_dynamo_source", None)  # type: ignore[attr-defined]

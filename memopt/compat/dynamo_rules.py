@@ -28,7 +28,7 @@ PRIVATE_NAMES = private("""
         .call_method(self, tx, name, args, kwargs)
     torch._dynamo.variables.builtin: SetAttrBuiltinVariable._call_setattr [since 2.13, until 2.13]
     torch._dynamo.trace_rules: get_legacy_mod_inlinelist()
-    torch._dynamo._trace_wrapped_higher_order_op: autograd_function_backward_rewritten [optional, since 2.13]
+    torch._dynamo._trace_wrapped_higher_order_op: autograd_function_backward_rewritten
 """)
 
 
@@ -58,6 +58,7 @@ def replacements() -> list[Replacement]:
         (answers, torch.compiler.is_exporting, False),
         (trace_rules, _TRACED, _with_library_code(getattr(trace_rules, _TRACED))),
         (attributes, "call_method", _texts_known(attributes.call_method)),
+        (_trace_wrapped_higher_order_op, "autograd_function_backward_rewritten", _with_contiguous_gradients),
     ]
     setter: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
     name = "_call_setattr" if hasattr(setter, "_call_setattr") else "call_setattr"
@@ -65,33 +66,28 @@ def replacements() -> list[Replacement]:
         found.append((setter, name, _set_by_a_method(own)))
     if (logged := getattr(utils, _SETTINGS, None)) is not None:
         found.append((utils, _SETTINGS, _where_it_can_be_written(logged)))
-    if hasattr(_trace_wrapped_higher_order_op, _REWRITTEN):
-        found.append((_trace_wrapped_higher_order_op, _REWRITTEN, _with_contiguous_gradients))
     methods: Any = TensorVariable
     table: dict[str, Any] = getattr(methods, "tp_methods", {})
     changes = dict.fromkeys(("add_", "addcdiv_", "addcmul_"), _kept_as_one) | {"requires_grad_": _requires_grad_}
     if hasattr(dynamo_config, "trace_autograd_ops"):
         changes["backward"] = _left_out
     for name, change in changes.items():
-        if (own := getattr(methods, f"method_{name}", None)) is not None:
-            found.append((methods, f"method_{name}", change(own)))
-            if name in table:
-                found.append((table, name, type(table[name])(change(own))))
+        changed = change(getattr(methods, f"method_{name}"))
+        found.append((methods, f"method_{name}", changed))
+        if name in table:
+            found.append((table, name, type(table[name])(changed)))
     return found
 
 
-_SETTINGS, _REWRITTEN = "_get_dynamo_config_for_logging", "autograd_function_backward_rewritten"
+_SETTINGS = "_get_dynamo_config_for_logging"
 _TRACED = "get_legacy_mod_inlinelist"
 
 
 @cache
 def _with_library_code(own: Callable[[], set[str]]) -> Callable[[], set[str]]:
-    """Traces torch's transformer modules also where the graph breaks within one of them, and `checkpoint_sequential`,
-    which Dynamo by itself leaves out.
-
-    An encoder or decoder that is given a mask compares its values with those of a causal one, and branches on that. By
-    itself Dynamo does not trace code of torch.nn that is called from beyond a break, so that all layers behind it would
-    run in eager mode, in no graph."""
+    """Traces torch's transformer modules also where the graph breaks within one of them, as where an encoder branches
+    on the values of its mask, and `checkpoint_sequential`. By itself Dynamo does not trace code of torch.nn beyond a
+    break: all layers behind it would run in eager mode, in no graph."""
     from torch.utils import checkpoint
 
     files = {torch.nn.modules.transformer.__file__, checkpoint.__file__}
@@ -101,9 +97,8 @@ def _with_library_code(own: Callable[[], set[str]]) -> Callable[[], set[str]]:
 @cache
 def _texts_known(own: Callable[..., Any]) -> Callable[..., Any]:
     """Traces methods of a text that a class or a function of torch has, as in `type(weight).__module__.startswith(…)`.
-
-    Dynamo by itself breaks the graph there for classes that it writes into graphs: `torch.nn.Parameter` is one of them
-    once torchao is imported."""
+    Dynamo by itself breaks the graph there for classes that it writes into graphs, such as `torch.nn.Parameter` once
+    torchao is imported."""
     from torch._dynamo.variables import ConstantVariable
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -117,11 +112,7 @@ def _texts_known(own: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _kept_as_one(own: Callable[..., Any]) -> Callable[..., Any]:
     """Traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value`, and `add_` with a number as `alpha`, as one
-    operator.
-
-    So that the number may be a tensor, Dynamo by itself traces several operators instead, which round in another way;
-    for `add_` it does so in torch 2.11 only.
-    """
+    operator. Dynamo by itself traces several, which round in another way; for `add_` in torch 2.11 only."""
     from torch._dynamo.variables import TensorVariable
 
     def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,9 +127,9 @@ _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", defau
 
 @contextmanager
 def keeping_requires_grad() -> Iterator[None]:
-    """Context, within `capture_settings`, in which Dynamo does not break the graph at `value.requires_grad_()`, for an
-    intermediate value or a tensor that is passed to the compiled call. Instead, Dynamo writes `requires_grad_` into the
-    graph as a node that nothing reads, and continues with a value that requires a gradient.
+    """Context, within `capture_settings`, in which Dynamo writes `value.requires_grad_()` of an intermediate value, or
+    of a tensor that is passed to the compiled call, into the graph as a node that nothing reads, and continues with a
+    value that requires a gradient.
 
     Dynamo by itself breaks the graph there, since an input would change, and AOTAutograd would lose the gradient of an
     intermediate value that the region returns. The caller has to replace the node, make the input require a gradient
@@ -191,12 +182,8 @@ def _is_given(node: Any, tx: Any) -> bool:
 @cache
 def _call_function(own: Callable[..., Any]) -> Callable[..., Any]:
     """Traces `op(…, out=part)` as `part.copy_(op(…))`, which writes the same numbers, where `part` is a tensor that is
-    not contiguous. Traces `zeros(…, requires_grad=True)` as `zeros(…).requires_grad_()` while `keeping_requires_grad`
-    is active.
-
-    Where eager mode would resize `part` or refuse it (another shape or dtype, or gradients), the call is left to
-    Dynamo, which breaks the graph.
-    """
+    not contiguous, unless eager mode would resize or refuse it (another shape or dtype, or gradients). Traces
+    `zeros(…, requires_grad=True)` as `zeros(…).requires_grad_()` while `keeping_requires_grad` is active."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is torch.autograd.grad and 3 < len(args) <= 5:  # Dynamo looks for these by name
@@ -266,15 +253,13 @@ def _fits(result: Any, part: Any) -> bool:
 
 def _value(tensor: Any) -> torch.Tensor:
     """The fake tensor behind one of Dynamo's variables."""
-    value: torch.Tensor = tensor.as_proxy().node.meta["example_value"]
-    return value
+    return tensor.as_proxy().node.meta["example_value"]
 
 
 @cache
 def _where_it_can_be_written(own: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps `own`, the function by which Dynamo writes its settings as JSON into its record of a compilation, to return
-    None where JSON cannot hold them. Torch 2.11 prints a traceback for each compilation if one of the settings is a
-    function."""
+    """Wraps the function by which Dynamo writes its settings as JSON into its record of a compilation, to return None
+    where JSON cannot hold them: torch 2.11 prints a traceback for each compilation if a setting is a function."""
 
     def settings() -> Any:
         try:

@@ -134,8 +134,7 @@ def device_type_of(tensor: torch.Tensor) -> str:
 def traced_mode() -> FakeTensorMode:
     """The fake mode of the region that is being traced. To be called in the region's tracing context."""
     context: Any = torch._guards.TracingContext.get()
-    mode: FakeTensorMode = context.fake_mode
-    return mode
+    return context.fake_mode
 
 
 def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -43,10 +43,10 @@ def groups_of(model: nn.Module, *, recurse: bool = True) -> list[Any]:
     if fsdp is None:
         return []
     found: dict[int, Any] = {}
-    for module in model.modules() if recurse else (model,):
+    modules: Iterable[Any] = model.modules() if recurse else (model,)
+    for module in modules:
         if isinstance(module, fsdp.FSDPModule):
-            anything: Any = module
-            state = anything._get_fsdp_state()
+            state = module._get_fsdp_state()
             one = getattr(state, "_fsdp_param_groups", None)
             groups = [state._fsdp_param_group] if one is None else one
             found |= {id(group): group for group in groups if group is not None}
@@ -69,25 +69,17 @@ def is_sharded_otherwise(model: nn.Module) -> bool:
 def sharding_in_words(model: nn.Module) -> str:
     """A text that is equal on two ranks if their collectives match: the number of parameter groups, and a digest of
     their shapes, resharding and mixed precision."""
-    groups = groups_of(model)
-    facts = [
-        (
-            [tuple(parameter.sharded_param.shape) for parameter in group.fsdp_params],
-            group.post_forward_mesh_info is not None,
-            str(group.mp_policy),
-        )
-        for group in groups
-    ]
-    return f"{len(groups)} groups of parameters" + (f" ({_digest(facts)})" if facts else "")
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+    facts = []
+    for group in groups_of(model):
+        shapes = [tuple(parameter.sharded_param.shape) for parameter in group.fsdp_params]
+        facts.append((shapes, group.post_forward_mesh_info is not None, str(group.mp_policy)))
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+    return f"{len(facts)} groups of parameters" + (f" ({digest})" if facts else "")
 
 
 def _stage(tensor: torch.Tensor) -> None:
-    """Allocate and free the buffer that gloo uses in an exchange of tensors on the CPU: a copy of the larger tensor,
-    which is given. Nothing is done for tensors on a card."""
+    """Allocate and free the buffer that gloo uses in an exchange on the CPU: a copy of the larger tensor, given here.
+    Nothing is done for tensors on a card."""
     if is_on_host(tensor):
         torch.empty_like(tensor)
 
@@ -112,9 +104,9 @@ def _own_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any
 
 
 class _WholeGradients:
-    """The gradients that earlier backwards have left unsharded in a group of parameters, while a forward and backward
-    runs on this rank alone (`Gathered.without_exchange`), for which they are removed. A real backward would add to
-    them, so they still count until this one has made gradients in their place."""
+    """The gradients that earlier backwards have left unsharded in a group of parameters, removed while a forward and
+    backward runs on this rank alone (`Gathered.without_exchange`). A real backward would add to them, so they count
+    until this one has made gradients in their place."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.bytes = group, _whole_gradient_bytes(group)
@@ -160,9 +152,8 @@ class Gathered:
 
     @property
     def waiting_bytes(self) -> int:
-        """The bytes of the gradients of earlier backwards that `without_exchange` has set aside and that a real step
-        would still hold now. A gradient counts until the running backward has made another in its place. 0 outside of
-        `without_exchange`."""
+        """The bytes of the gradients that `without_exchange` has set aside and that a real step would still hold now,
+        as the running backward has not made others in their place; 0 outside of `without_exchange`."""
         return sum(gradients.waiting_bytes for gradients in self._whole)
 
     def memory(self) -> Iterator[torch.Tensor]:
@@ -172,9 +163,9 @@ class Gathered:
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """A context for a forward and backward on this rank alone: gathers and reductions allocate the same buffers as
-        always, but communicate with no other rank. The gathered parameters repeat this rank's shard. Gradients are
-        removed for the block and restored after it."""
+        """A context for a forward and backward on this rank alone: gathers and reductions allocate what they always do,
+        but communicate with no other rank; gathered parameters repeat this rank's shard. Gradients are removed for the
+        block and restored after it."""
         self._whole = list(map(_WholeGradients, self._groups))
         with ExitStack() as stack:
             stack.callback(self._whole.clear)

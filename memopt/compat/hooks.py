@@ -25,7 +25,7 @@ _Table = TypeVar("_Table", bound=OrderedDict[int, Any])
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether a leaf has hooks on its gradient, or on its accumulated gradient."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(with_hooks([tensor]))
 
 
 def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
@@ -60,8 +60,7 @@ class DeferredHook:
 
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         table = self._table()
-        result: torch.Tensor | None = self.own(gradient) if table is not None and table.at_once else None
-        return result
+        return self.own(gradient) if table is not None and table.at_once else None
 
 
 class DeferredHooks(OrderedDict[int, Any]):

@@ -198,8 +198,7 @@ def keep_random_order(nodes: list[Any]) -> list[Any]:
     scheduler: Any = random[0].scheduler
     scheduler.nodes = scheduler.topological_sort_schedule(nodes)
     scheduler.compute_ancestors()
-    sorted_nodes: list[Any] = scheduler.nodes
-    return sorted_nodes
+    return scheduler.nodes
 
 
 def _draws(kernel: Any) -> bool:

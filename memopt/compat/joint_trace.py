@@ -24,7 +24,7 @@ from memopt.compat.eager_mode import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
 from memopt.compat.symbols import has_gaps
 from memopt.compat.true_results import correct_strides
-from passes.compat import Replacement, erase_all, forget_erased, private, replaced_all
+from passes.compat import Replacement, enable_python_dispatcher, erase_all, forget_erased, private, replaced_all
 
 PRIVATE_NAMES = private("""
     torch._functorch.aot_autograd:
@@ -34,7 +34,6 @@ PRIVATE_NAMES = private("""
         aot_stage2_autograd
     torch._dynamo.compiled_autograd: _disable
     torch._dynamo.utils: preserve_rng_state
-    torch._dispatch.python: enable_python_dispatcher
     torch._functorch._aot_autograd.schemas: OutputType.alias_of_input .is_input MemoryFormatMeta.from_tensor(tensor)
         MemoryFormatMeta(memory_format=)
     torch._functorch._aot_autograd.schemas: JointWithDescriptors._aot_state ._aot_graph_capture AOTState.needs_autograd
@@ -138,17 +137,13 @@ class AotTrace:
         `forward` and `backward` are the compilers of the two modules that `partition` returns, whose graphs are empty
         afterwards. This may be called repeatedly with different partitions, each time in the region's tracing context.
         """
-        compiled, halves = _second_phase(
-            self.state, self.capture, partition, forward, backward, log=_graphs_are_logged()
-        )
+        log = _graphs_are_logged()
+        compiled, halves = _second_phase(self.state, self.capture, partition, forward, backward, log=log)
         for half in halves:
             erase_all(half.graph)  # their code is compiled
         compiled = _disable(compiled, reason="memopt has compiled this region by its plan")
 
-        def region(*inputs: Any) -> Any:
-            return compiled(list(inputs))
-
-        return region
+        return lambda *inputs: compiled(list(inputs))
 
     def of(self, joint: fx.GraphModule) -> AotTrace:
         """The same trace with its joint graph replaced by `joint`, a rewritten one."""
@@ -187,9 +182,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
 def gradients_without_gaps() -> Replacement:
     """A replacement by which AOTAutograd takes the gradients of outputs that are views with gaps as contiguous tensors.
-
-    By itself AOTAutograd copies such a gradient to the strides of the view, gaps included: the gradient of one column
-    of a matrix would take as much memory as the whole matrix."""
+    By itself it copies them to the strides of the view: that of one column would take the memory of the matrix."""
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
     return MemoryFormatMeta, "from_tensor", _gapless(MemoryFormatMeta.from_tensor)
@@ -299,16 +292,13 @@ def _graphs_are_logged() -> bool:
 @contextmanager
 def _fakes_active(state: Any) -> Iterator[None]:
     """Context with the modes in which the region was traced, which AOTAutograd needs when it compiles."""
-    from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo import compiled_autograd
     from torch._dynamo.utils import preserve_rng_state
 
-    with ExitStack() as stack:
-        stack.enter_context(compiled_autograd._disable())
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(preserve_rng_state())
-        stack.enter_context(state.fake_mode)
-        stack.enter_context(enable_python_dispatcher())
+    with (
+        compiled_autograd._disable(), torch.autograd.set_multithreading_enabled(False), preserve_rng_state(),
+        state.fake_mode, enable_python_dispatcher(),
+    ):  # fmt: skip
         yield
 
 
@@ -317,10 +307,9 @@ def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Itera
     """Context in which AOTAutograd does not ask Dynamo to capture a call again because of unread symbols for numbers.
 
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
-    for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call again without it.
-    This context prevents that for the symbols of the fake mode `mode` that no operator of `joint` reads; nothing is
-    done if `mode` is None. Without `joint` it does so for all symbols of the mode, as a second trace of a region needs:
-    that trace makes new symbols, and reads those instead.
+    for it by `item()`, and captures the call again without it where nothing reads it. Symbols here are those of the
+    fake mode `mode` (none if it is None) that no operator of `joint` reads; without `joint` all of them, since a second
+    trace of a region makes new symbols, and reads those instead.
     """
     from torch._dynamo.symbolic_convert import TensorifyState
 
@@ -328,13 +317,10 @@ def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Itera
     if environment is None:
         yield
         return
-    values = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
-    numbers = {str(symbol) for symbol in values if str(symbol).startswith("zf")}
+    numbers = {str(symbol) for symbol in environment.backed_var_to_val if str(symbol).startswith("zf")}
     for node in joint.graph.nodes if joint is not None and numbers else ():
-        value = node.meta.get("val")
-        numbers -= (
-            {str(symbol) for symbol in value.node.expr.free_symbols} if isinstance(value, torch.SymFloat) else set()
-        )
+        if isinstance(value := node.meta.get("val"), torch.SymFloat):
+            numbers -= {str(symbol) for symbol in value.node.expr.free_symbols}
     added = numbers - TensorifyState.force_specializations
     TensorifyState.force_specializations |= added
     try:

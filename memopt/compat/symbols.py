@@ -13,14 +13,14 @@ from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
 from memopt.errors import CaptureError
-from passes.compat import private
+from passes.compat import free_unbacked_symbols, private
 
 # No underscores, but undocumented.
 PRIVATE_NAMES = private("""
     torch: SymInt.node [optional]
     torch.fx.experimental.sym_node: SymNode.has_hint .hint .expr .shape_env .maybe_as_float [optional]
     torch.fx.experimental.symbolic_shapes: ShapeEnv.bound_sympy .produce_guards_expression .evaluate_guards_expression
-        free_unbacked_symbols rebind_unbacked guard_scalar GuardOnDataDependentSymNode
+        rebind_unbacked guard_scalar
     torch.utils._sympy.symbol: SymT.UNBACKED_FLOAT symbol_is_type
     torch.fx.experimental.symbolic_shapes: ShapeEnv.guards .replacements .replacements_slocs [optional]
 """)
@@ -74,16 +74,8 @@ def fix_float(value: torch.SymFloat) -> None:
     guard_scalar(value)
 
 
-def guard_errors() -> tuple[type[Exception], ...]:
-    """The errors of a guard on a symbol without a known value."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return (GuardOnDataDependentSymNode,)
-
-
 def has_unknown_float(value: Any) -> bool:
     """Whether the shape of a tensor depends on a float without a known value."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
     if not isinstance(value, torch.Tensor):
@@ -141,11 +133,8 @@ def data_symbols_of(value: Any) -> set[str]:
     """The names of the data-dependent symbols in a node's value: a tensor, a number, or tuples and lists of these."""
     if isinstance(value, (tuple, list)):
         return set().union(*map(data_symbols_of, value))
-    if not isinstance(value, _SYMBOLIC):
-        return set()
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    return {symbol.name for symbol in free_unbacked_symbols(value)}
+    symbolic = isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat))
+    return {symbol.name for symbol in free_unbacked_symbols(value)} if symbolic else set()
 
 
 def shape_symbols(value: Any) -> set[str]:
@@ -155,11 +144,7 @@ def shape_symbols(value: Any) -> set[str]:
     if not isinstance(value, torch.Tensor):
         return set()
     sizes: list[Any] = [size for size in value.shape if isinstance(size, torch.SymInt)]
-    expressions = [size.node.expr for size in sizes]
-    return {symbol.name for expression in expressions for symbol in expression.free_symbols}
-
-
-_SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat)
+    return {symbol.name for size in sizes for symbol in size.node.expr.free_symbols}
 
 
 def is_symbolic(value: Any) -> bool:

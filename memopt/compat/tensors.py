@@ -139,8 +139,7 @@ def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local shard on this rank of a sharded tensor (`DTensor`); any other tensor itself."""
-    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return shard
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -148,17 +147,15 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def is_replicated(tensor: torch.Tensor) -> bool:
+def is_replicated(tensor: Any) -> bool:
     """Whether a tensor is distributed over ranks (`DTensor`) so that each of them has all of it."""
-    anything: Any = tensor
-    return is_sharded(tensor) and all(placement.is_replicate() for placement in anything.placements)
+    return is_sharded(tensor) and all(placement.is_replicate() for placement in tensor.placements)
 
 
-def spread_of(tensor: torch.Tensor) -> tuple[str, ...]:
+def spread_of(tensor: Any) -> tuple[str, ...]:
     """How a tensor is distributed over ranks, as texts: the shape of the mesh, and the placement on each mesh
     dimension; empty for a tensor that is not distributed."""
-    anything: Any = tensor
-    return (str(tuple(anything.device_mesh.shape)), str(anything.placements)) if is_sharded(tensor) else ()
+    return (str(tuple(tensor.device_mesh.shape)), str(tensor.placements)) if is_sharded(tensor) else ()
 
 
 def is_opaque(value: object) -> bool:
@@ -166,18 +163,14 @@ def is_opaque(value: object) -> bool:
     return isinstance(value, FakeScriptObject)
 
 
-def mesh_dimensions(sharded: torch.Tensor) -> int:
+def mesh_dimensions(sharded: Any) -> int:
     """The number of dimensions of the mesh over which a sharded tensor is distributed."""
-    anything: Any = sharded
-    dimensions: int = anything.device_mesh.ndim
-    return dimensions
+    return sharded.device_mesh.ndim
 
 
-def ranks_of(sharded: torch.Tensor) -> list[int]:
+def ranks_of(sharded: Any) -> list[int]:
     """The ranks over which a sharded tensor is distributed."""
-    anything: Any = sharded
-    numbers: list[int] = anything.device_mesh.mesh.flatten().tolist()
-    return numbers
+    return sharded.device_mesh.mesh.flatten().tolist()
 
 
 as_implemented: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
@@ -197,11 +190,9 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def users_of(tensor: torch.Tensor) -> int:
+def users_of(tensor: Any) -> int:
     """A count of the tensors that share the tensor's storage and of the C++ references to the tensor, added up."""
-    sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
-    referring: int = tensor._use_count()  # type: ignore[attr-defined]
-    return sharing + referring
+    return torch._C._storage_Use_Count(storage_key(tensor)) + tensor._use_count()
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -258,9 +249,7 @@ class WeakStorage:
 
 def memory_of(value: object) -> int | None:
     """A number that strided tensors, also fakes, share if and only if they share a storage; None for other values."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    return int(StorageWeakRef(value.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+    return storage_key(value) if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
 
 
 def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:

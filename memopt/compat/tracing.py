@@ -29,7 +29,7 @@ PRIVATE_NAMES = private("""
     torch._prims.rng_prims: run_and_save_rng_state
     torch.fx.graph: _BoxedCodeGen
     torch.fx: Graph._codegen [optional]
-    torch._functorch._aot_autograd.runtime_wrappers: _FirstInvocationContext.__init__ [optional, since 2.13]
+    torch._functorch._aot_autograd.runtime_wrappers: _FirstInvocationContext.__init__
 """)
 
 
@@ -101,12 +101,9 @@ def extract_halves(
     saved_objects: list[fx.Node],
     forward_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cuts a joint graph, whose nodes are tagged as forward or backward, into the two modules for AOTAutograd.
-
-    `saved` are the nodes whose values the forward saves for the backward. The backward also gets the symbolic sizes of
-    `saved_symbols`, and `saved_objects` (device meshes, from torch 2.13). `forward_outputs` is the number of outputs of
-    the forward itself.
-    """
+    """Cuts a joint graph, whose nodes are tagged as forward or backward, into the two modules for AOTAutograd. The
+    forward saves the values of `saved`, the symbolic sizes of `saved_symbols`, and `saved_objects` (device meshes, from
+    torch 2.13) for the backward; `forward_outputs` is the number of outputs of the forward itself."""
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
     objects: Any = {"saved_opaque_nodes": saved_objects} if saved_objects else {}
@@ -114,15 +111,12 @@ def extract_halves(
 
 
 def first_runs_as_later_ones() -> AbstractContextManager[None]:
-    """Context in which regions are compiled so that their first forward runs like all later ones.
-
-    AOTAutograd otherwise runs the first one under a dispatch mode, to find custom operators that return an argument. In
-    a mode some kernels compute other values (`memopt.compat.operators.kernels_as_in_eager_mode`)."""
+    """Context in which regions are compiled so that their first forward runs like all later ones. AOTAutograd otherwise
+    runs it under a dispatch mode, to find custom operators that return an argument, in which some kernels compute other
+    values (`memopt.compat.operators.kernels_as_in_eager_mode`)."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
-    context: Any = getattr(runtime_wrappers, "_FirstInvocationContext", None)
-    if context is None:
-        return nullcontext()
+    context: Any = runtime_wrappers._FirstInvocationContext
     make = context.__init__
 
     def make_later_one(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -133,8 +127,8 @@ def first_runs_as_later_ones() -> AbstractContextManager[None]:
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Change a module's code to take a list of arguments, and return it as a function. The function empties the list,
-    so that each argument is freed after its last use."""
+    """Change a module's code to take a list of arguments, and return it as a function, which empties the list: each
+    argument is freed after its last use."""
     forget_erased(module.graph)
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()

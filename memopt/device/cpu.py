@@ -255,9 +255,8 @@ class _Cpu(Device):
     def computes_in(self, card: Hardware, dtype: torch.dtype) -> bool:
         """Whether the CPU has instructions for bfloat16 (AVX512-BF16 or AMX); False for fp16, which none of them
         computes in."""
-        capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
         names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16") if dtype == torch.bfloat16 else ()
-        return any(bool(capabilities.get(name)) for name in names)
+        return any(bool(torch.cpu.get_capabilities().get(name)) for name in names)
 
     def available(self) -> bool:
         return True
