@@ -333,4 +333,4 @@ def user_stack(error: BaseException) -> Sequence[traceback.FrameSummary]:
 
 def copy_source(source: fx.Node, copy: fx.Node) -> None:
     """Give the placeholder `copy` the origin (argument, attribute) that Dynamo recorded on the placeholder `source`."""
-    copy._dynamo_source = getattr(source, "_dynamo_source", None)  # type: ignore[attr-defined]
+    copy._dynamo_source = getattr(source, "_dynamo_source", None)

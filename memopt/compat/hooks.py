@@ -29,16 +29,14 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
-    """The `leaves` that have hooks. It is called for all parameters at every step, and takes half the time that
-    `has_hooks` would for each."""
+    """The `leaves` that have hooks; called for all parameters at every step."""
     return [
         leaf for leaf in leaves if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
     ]  # fmt: skip
 
 
 def hooks_left_out() -> AbstractContextManager[None]:
-    """Context in which calls of `Tensor.register_hook` in a Dynamo graph do nothing, for running the graph without
-    gradients: a tensor that requires none accepts no hook."""
+    """Context in which calls of `Tensor.register_hook` in a Dynamo graph do nothing, to run it without gradients."""
     try:
         from torch._higher_order_ops.register_hook import RegisterHookOp
     except ImportError:  # before torch 2.13 Dynamo writes no such calls
@@ -64,9 +62,9 @@ class DeferredHook:
 
 
 class DeferredHooks(OrderedDict[int, Any]):
-    """The table in which `Tensor.register_hook` puts the hooks of a tensor. While its attribute `at_once` is false, as
-    it is at first, autograd's calls of these hooks do nothing: memopt (`InnerOutputs`) calls the user's functions,
-    `own`, once the whole gradient of the tensor is known."""
+    """The table in which `Tensor.register_hook` puts the hooks of a tensor. While `at_once` is false, as it is at
+    first, autograd's calls of these hooks do nothing: memopt (`InnerOutputs`) calls the user's functions, `own`, once
+    the whole gradient of the tensor is known."""
 
     at_once = False
 
@@ -90,8 +88,7 @@ _FIRST = -1
 
 def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
     """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it. Autograd calls
-    `first` with the gradient. Autograd calls the hooks that are added later only while the table's `at_once` is true;
-    otherwise whoever called `defer_hooks` has to call them (`own`). The table does not keep the tensor alive."""
+    `first` with the gradient; the caller has to call hooks that are added later. It does not keep the tensor alive."""
     return _put_in(tensor, DeferredHooks(first))
 
 

@@ -66,10 +66,9 @@ def compile_by_inductor(
     afterwards.
 
     `partition` gets the joint graph after inductor's decompositions and joint passes. `made(compiled, placeholders,
-    is_backward)` is called once for the forward and once for the backward: `compiled` is the half as inductor has
-    compiled it, with its `source_code`, and `placeholders` are those of its graph. What `made` returns runs in place of
-    `compiled`. AOTAutograd's cache of whole regions is off, since a hit would skip the partition; `plan_hash()` is part
-    of the key of inductor's graph cache.
+    is_backward)` is called for the forward and the backward, with the half as inductor has compiled it, with its
+    `source_code`, and the placeholders of its graph; what it returns runs in place of `compiled`. AOTAutograd's cache
+    of regions is off, since a hit would skip the partition; `plan_hash()` is in the key of inductor's graph cache.
 
     Raises what `partition` raises, and `InductorFailed` where inductor fails."""
     import torch._functorch.config as functorch_config
@@ -162,12 +161,9 @@ def _partitioner(
 
 @functools.cache
 def _nearby_fusions() -> type[Any]:
-    """A class that makes inductor's choices, but fuses nodes only if no external kernel runs between them.
-
-    Otherwise a value that the plan recomputes late in the backward could be fused with an early node that reads the
-    same inputs, and be held from then on. A reduction may still move up past a few kernels, since its input is freed
-    earlier then.
-    """
+    """A class that makes inductor's choices, but fuses nodes only if no external kernel runs between them. Otherwise a
+    value that the plan recomputes late could be fused with an early node that reads the same inputs, and be held from
+    then on. A reduction may still move up past a few kernels, since its input is freed earlier then."""
     from torch._inductor.choices import InductorChoices
 
     class NearbyFusions(InductorChoices):
@@ -221,12 +217,10 @@ _PAGE = 20 * 1024**2
 
 @contextmanager
 def autotuning_within(limit_bytes: int) -> Iterator[None]:
-    """A context in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`.
-
-    Before each run of a kernel, inductor fills a buffer of the size of the card's cache; where there is no room for
-    this buffer, the filling is left out. What a timing allocates is returned to the card, so that later blocks lie as
-    if no kernel had been timed. A configuration that there is no memory to time counts as infinitely slow; if that
-    holds for all of them, the first one is used."""
+    """A context in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`. Inductor fills
+    a buffer of the size of the card's cache before each run, which is left out where it has no room. What a timing
+    allocates is returned to the card, so that later blocks lie as without it. A configuration that there is no memory
+    to time counts as infinitely slow; if that holds for all of them, the first one is used."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     attributes = vars(benchmarker)

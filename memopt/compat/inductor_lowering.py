@@ -101,17 +101,10 @@ _POOLS = torch.ops.aten.avg_pool2d_backward.default, torch.ops.aten.avg_pool3d_b
 
 def _pool(own: Any, as_it_is: Any) -> Any:
     def lower(
-        grad_output: Any,
-        x: Any,
-        kernel_size: Any,
-        stride: Any,
-        padding: Any,
-        ceil_mode: bool,
-        count_include_pad: bool,
+        grad_output: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
         divisor_override: Any = None,
-    ) -> Any:
-        beyond = ceil_mode and count_include_pad and not divisor_override
-        call = as_it_is if beyond else own
+    ) -> Any:  # fmt: skip
+        call = as_it_is if ceil_mode and count_include_pad and not divisor_override else own
         return call(grad_output, x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
     return lower
@@ -142,8 +135,7 @@ def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
 
 def _as_returned(node: fx.Node, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call of `memopt::copy_out`: the value in the layout that inductor gives to results of the
-    graph, since the copy on the host is a result. Otherwise inductor would copy it to a second host tensor with other
-    strides, whose memory the offloading operators do not know."""
+    graph, as the copy on the host is one; inductor would else copy it to a second host tensor with other strides."""
     from torch._inductor import ir as untyped
     from torch._inductor.virtualized import V
 
@@ -167,22 +159,18 @@ def order_of_random_kernels() -> Any:
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
     class _RandomOrder(base):  # type: ignore[misc]
-        """`keep_random_order` as a pass with a name for the keys of inductor's caches."""
-
         def __call__(self, nodes: list[Any]) -> list[Any]:
             return keep_random_order(nodes)
 
-        def uuid(self) -> str:
+        def uuid(self) -> str:  # for the keys of inductor's caches
             return "memopt: random kernels in the order of the graph"
 
     return _RandomOrder()
 
 
 def keep_random_order(nodes: list[Any]) -> list[Any]:
-    """Make each random kernel depend on the one before it in the graph. Returns the scheduler's nodes in an order in
-    which every node comes after those that it depends on.
-
-    A kernel that only redraws from a saved state leaves the generator as it was, and may run at any time."""
+    """Make each random kernel depend on the one before it in the graph, but for those that only redraw from a saved
+    state. Returns the scheduler's nodes in an order in which every node comes after those that it depends on."""
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.scheduler import NodeUser
     from torch._inductor.virtualized import V

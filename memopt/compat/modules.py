@@ -25,7 +25,7 @@ from memopt.compat.fakes import FakeTensor
 from memopt.compat.hooks import hook_tables
 from memopt.compat.host import HOST
 from memopt.compat.tensors import special_kind
-from passes.compat import private, replaced, replaced_all
+from passes.compat import Replacement, private, replaced, replaced_all
 
 # `_compiled_call_impl` is what `Module.compile()` sets: an attribute of the instance (None on the class) that
 # `Module.__call__` prefers to `_call_impl`. Pickling and `copy.deepcopy` leave it out.
@@ -59,7 +59,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Make calls of the module run `call` instead of its forward and hooks."""
-    module._compiled_call_impl = call  # type: ignore[assignment]
+    module._compiled_call_impl = call
 
 
 def reset_compiled_call(module: nn.Module) -> None:
@@ -258,7 +258,7 @@ def eager_optimizers(*, foreach: bool) -> Iterator[None]:
     module: Any = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides it
     devices = module._get_foreach_kernels_supported_devices
     as_on_cards = (lambda: [*devices(), HOST.type]) if foreach else devices
-    changes = [
+    changes: list[Replacement] = [
         (torch.compiler, "_is_compiling_flag", False),
         (module, "_get_foreach_kernels_supported_devices", as_on_cards),
         (module, "_global_optimizer_pre_hooks", {}),

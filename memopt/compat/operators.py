@@ -40,10 +40,8 @@ PRIVATE_NAMES = private("""
 
 
 def plain_tensors() -> ExitStack:
-    """Context without dispatch modes and without the `__torch_function__` of tensor subclasses.
-
-    Torch function modes still act, so that factories see the default device.
-    """
+    """Context without dispatch modes and without the `__torch_function__` of tensor subclasses. Torch function modes
+    still act, so that factories see the default device."""
     stack = ExitStack()
     stack.enter_context(torch._C.DisableTorchFunctionSubclass())
     stack.enter_context(_disable_current_modes())
@@ -75,9 +73,8 @@ def without_modes() -> AbstractContextManager[Any]:
 
 def kernels_as_in_eager_mode() -> AbstractContextManager[None]:
     """Context in which a dispatch mode runs operators on real values as eager mode does: their kernels see that a
-    tensor is a lazy conjugate or negative. Inside of a mode torch leaves these dispatch keys out. A kernel that makes
-    such views itself (`linalg_pinv` of complex numbers) would then read their memory without the conjugation or sign,
-    and compute with wrong values."""
+    tensor is a lazy conjugate or negative. Inside of a mode torch leaves these dispatch keys out, and a kernel that
+    makes such views itself (`linalg_pinv` of complex numbers) would compute with wrong values."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     excluded = excluded.remove(DispatchKey.Conjugate).remove(DispatchKey.Negative)
     return torch._C._ForceDispatchKeyGuard(included, excluded)
@@ -120,7 +117,7 @@ def _kernel(operator: Any, name: str) -> Callable[..., Any] | None:
 
 def makes_unknown_bytes(operator: Any) -> bool:
     """Whether an operator makes results whose size only its kernel knows: recurrent layers of oneDNN, cuDNN and MIOpen
-    save a buffer for their backward whose size the library chooses, which is empty on fake tensors."""
+    save a buffer for their backward, which is empty on fake tensors."""
     return schema_of(operator).name in _OF_LIBRARIES
 
 
@@ -216,13 +213,12 @@ def requiring_grad(value: torch.Tensor) -> torch.Tensor:
 def custom_function(
     forward: Callable[..., Any], backward: Callable[..., Any], not_differentiable: Sequence[int], *inputs: Any
 ) -> Any:
-    """The outputs, for `inputs`, of an `autograd.Function` whose backward can be differentiated again.
+    """The outputs, for `inputs`, of an `autograd.Function` whose backward can be differentiated again: in the operator
+    that torch itself captures for one, second derivatives would silently be zero.
 
     `forward(*inputs)` returns the outputs, and values for `backward`. `backward` takes the gradients of the outputs,
     then these values, and returns the gradients of `inputs`. `not_differentiable` holds the positions of outputs
-    without gradients. The operator that torch itself captures for
-    such a function runs the backward without autograd: second derivatives would silently be zero.
-    """
+    without gradients."""
     apply: Any = _Function.apply
     return apply(forward, backward, frozenset(not_differentiable), *inputs)
 

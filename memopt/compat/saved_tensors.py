@@ -23,11 +23,11 @@ PRIVATE_NAMES = private("""
 
 
 def saved_by(node: Any) -> list[torch.Tensor]:
-    """The tensors that an autograd node holds for its backward; none once they are freed.
+    """The tensors that an autograd node holds for its backward; none once they are freed, and where `note_packed` has
+    recorded hooks.
 
-    Saved-tensor hooks are not called: for a value that a hook has packed, the list has the tensors in what the hook
-    returned. The exception is the node of an `autograd.Function`, which is read through the hooks, as in its backward,
-    unless a saved tensor was changed in place. Where `note_packed` has recorded hooks, the list is empty."""
+    For a value that a saved-tensor hook has packed, the list has the tensors in what the hook returned. The node of an
+    `autograd.Function` is read through the hooks, as in its backward, unless a saved tensor was changed in place."""
     saved: list[torch.Tensor] = []
     if _PACKED in node.metadata:
         return saved
@@ -114,7 +114,6 @@ class _Later:
         return number
 
     def take(self, number: int) -> torch.Tensor:
-        """The value of the saved tensor with this number."""
         if number not in self._found:
             values = self.values()
             self._found = {one: values[one].detach() for one in self._numbers}
@@ -126,9 +125,8 @@ _PACKED = "the user's hooks packed what it saved"
 
 
 def unseen_by_hooks() -> AbstractContextManager[None]:
-    """A context in which the tensors that autograd saves do not go to saved-tensor hooks that were set outside of it.
-    A checkpoint, for instance, counts what the forward saves, and must not count memopt's own runs. Hooks that are set
-    within the context work."""
+    """A context in which the tensors that autograd saves do not go to saved-tensor hooks that were set outside of it,
+    such as those of a checkpoint, which counts what the forward saves. Hooks that are set within the context work."""
     return _set_aside(lambda: True)
 
 
@@ -166,9 +164,8 @@ def checkpoint_around() -> tuple[Any, bool] | None:
 
 
 def note_packed(node: Any) -> bool:
-    """Whether the user's saved-tensor hooks (a checkpoint around the call, `save_on_cpu`) have packed what an
-    `autograd.Function`'s new node has saved; the answer is also recorded in the node. Reading such tensors would call
-    the hooks, and a checkpoint would run its function again."""
+    """Whether the user's saved-tensor hooks (a checkpoint, `save_on_cpu`) have packed what an `autograd.Function`'s new
+    node has saved, also recorded in the node: reading would call the hooks, and run a checkpoint's function again."""
     packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     if packed:
         node.metadata[_PACKED] = True
@@ -202,6 +199,6 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
 
 def free_saved_tensors(node: Any) -> None:
-    """Free the tensors that an `autograd.Function`'s node has saved, as its backward does when it ends. To be called
-    inside a backward pass that does not retain its graph."""
+    """Free the tensors that an `autograd.Function`'s node has saved. To be called inside a backward pass that does not
+    retain its graph, whose end would free them."""
     node.maybe_clear_saved_tensors()

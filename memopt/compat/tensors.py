@@ -59,14 +59,13 @@ def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors that hold the memory of `tensors`, without copies: those inside a wrapper (a quantised weight of
     torchao, a sharded parameter), the indices and values of a sparse one, the values of a nested one, and a plain
     tensor itself."""
+    tensor: Any
     for tensor in tensors:
-        anything: Any = tensor
         if is_wrapper(tensor):
-            names: Sequence[str] = anything.__tensor_flatten__()[0]
-            parts = (getattr(tensor, name) for name in names)
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             yield from with_memory(part for part in parts if isinstance(part, torch.Tensor))
         elif tensor.layout is torch.sparse_coo:
-            yield from (anything._indices(), anything._values())
+            yield from (tensor._indices(), tensor._values())
         elif tensor.layout in _COMPRESSED:
             by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
             yield tensor.crow_indices() if by_rows else tensor.ccol_indices()
@@ -98,14 +97,13 @@ def special_kind(tensor: torch.Tensor) -> str:
     return "quantized" if tensor.is_quantized else _LAYOUTS.get(tensor.layout, "")
 
 
-def sizes_within(tensor: torch.Tensor) -> Sequence[int]:
+def sizes_within(tensor: Any) -> Sequence[int]:
     """The sizes of a tensor. For a nested one, those of the tensors inside; for one of another special kind
     (`special_kind`), its own, then those of the tensors that hold its memory."""
     if not special_kind(tensor):
         return tensor.shape
     if tensor.is_nested and tensor.layout is torch.strided:
-        anything: Any = tensor
-        return [size for row in anything._nested_tensor_size().tolist() for size in row]
+        return [size for row in tensor._nested_tensor_size().tolist() for size in row]
     own = [] if tensor.is_nested else [*tensor.shape]
     return [*own, *(size for part in with_memory([tensor]) for size in part.shape)]
 
