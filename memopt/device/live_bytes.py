@@ -27,27 +27,9 @@ from passes.compat import replaced
 from passes.ops.linear_rows import IMPLEMENTATIONS
 
 
-@contextmanager
-def states_reported(report: Callable[[torch.Tensor], None], *, during_captures: bool = False) -> Iterator[None]:
-    """Context in which `report` is called with every state that `torch.get_rng_state` returns.
-
-    `torch.utils.checkpoint` and `torch.random.fork_rng` each hold such a state, which dispatch modes do not see.
-
-    Args:
-        report: called with the state.
-        during_captures: whether Dynamo may capture code in the context; it then leaves the calls of `report` out.
-    """
-    functions: Any = torch.random
-    reporting = _Reporting(functions.default_generator, report)
-    if during_captures:
-        disable: Any = torch.compiler.disable
-        reporting.get_state = disable(reporting.get_state)  # type: ignore[method-assign]
-    with replaced(functions, "default_generator", reporting):
-        yield
-
-
 class _Reporting:
-    """A generator, for the functions of `torch.random`, whose states are reported."""
+    """A generator, for the functions of `torch.random`, whose states are reported: `torch.utils.checkpoint` and
+    `torch.random.fork_rng` each hold one, which dispatch modes do not see."""
 
     def __init__(self, generator: Any, report: Callable[[torch.Tensor], None]) -> None:
         self._generator, self._report = generator, report
@@ -91,9 +73,13 @@ class LiveBytes(TorchDispatchMode):
         """For each time that the mode was entered and not left yet, the contexts that end with it."""
 
     def __enter__(self) -> LiveBytes:
+        reporting = _Reporting(torch.random.default_generator, self.count_state)
+        if self.ignore_compile_internals():  # Dynamo may capture code meanwhile, and leaves the reports out
+            disable: Any = torch.compiler.disable
+            reporting.get_state = disable(reporting.get_state)  # type: ignore[method-assign]
         entry = ExitStack()
         entry.enter_context(_no_collections())
-        entry.enter_context(states_reported(self.count_state, during_captures=self.ignore_compile_internals()))
+        entry.enter_context(replaced(torch.random, "default_generator", reporting))
         self._entered.append(entry)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -117,7 +103,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator and return its result; a subclass may make up the result instead."""
+        """Run an operator and return its result; a subclass may make it up instead."""
         with kernels_as_in_eager_mode():
             return func(*args, **kwargs)
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -17,6 +17,8 @@ from torch.utils.flop_counter import flop_registry
 from memopt.compat.host import HOST
 from memopt.compat.operators import OpOverload, plain_tensors, schema_of
 from memopt.compat.symbols import is_symbolic, upper_bound
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -46,23 +48,12 @@ class TensorSpec:
 
     @property
     def contiguous(self) -> bool:
-        expected = 1
-        for n, s in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if n != 1 and s != expected:
-                return False
-            expected *= n
-        return True
+        return fills(zip(reversed(self.stride), reversed(self.size), strict=True))
 
     @property
     def dense(self) -> bool:
         """Whether the tensor's elements fill one contiguous range of memory, in any order of the dimensions."""
-        order = sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1)
-        expected = 1
-        for stride, size in order:
-            if stride != expected:
-                return False
-            expected *= size
-        return True
+        return fills(sorted(zip(self.stride, self.size, strict=True)))
 
     def make(self, device: str) -> torch.Tensor:
         """A tensor of this size, stride and dtype, with values that any op accepts: True in masks, so that they select
@@ -71,6 +62,17 @@ class TensorSpec:
         if self.dtype == torch.bool:
             return tensor.fill_(True)
         return tensor.fill_(0.5 if self.dtype.is_floating_point or self.dtype.is_complex else 0)
+
+
+def fills(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Whether in pairs of a stride and a size each stride is the product of the sizes before it, as in a tensor without
+    gaps; dimensions of size 1 have any stride."""
+    expected = 1
+    for stride, size in dimensions:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,11 @@ class OpCall:
 
     @cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        return tuple(_specs((self.args, self.kwargs)))
+        return tuple(_found_in((self.args, self.kwargs), TensorSpec))
 
     @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        return tuple(_specs(self.results))
+        return tuple(_found_in(self.results, TensorSpec))
 
     def argument(self, position: int, name: str = "") -> Any:
         """The argument at this position, or the keyword of this name; None where neither is given."""
@@ -128,10 +130,8 @@ class OpCall:
 
 
 def op_call(node: fx.Node) -> OpCall | None:
-    """The call of a node; None where no kernel runs: Python operators, higher-order ops, arithmetic on sizes.
-
-    Raises `CaptureError` for a size that depends on data and has no bound.
-    """
+    """The call of a node; None where no kernel runs: Python operators, higher-order ops, arithmetic on sizes. Raises
+    `CaptureError` for a size that depends on data and has no bound."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     if next(tensors_in(node.meta.get("val")), None) is None:
@@ -150,11 +150,15 @@ def describe(op: OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any], res
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested tuples and lists."""
-    if isinstance(value, torch.Tensor):
+    return _found_in(value, torch.Tensor)
+
+
+def _found_in(value: Any, kind: type[_Kind]) -> Iterator[_Kind]:
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (tuple, list)):
         for element in value:
-            yield from tensors_in(element)
+            yield from _found_in(element, kind)
 
 
 def _freeze_argument(value: Any, kind: str) -> Any:
@@ -182,14 +186,6 @@ def _make(value: Any, device: str) -> Any:
     if isinstance(value, TensorSpec):
         return value.make(device)
     return [_make(element, device) for element in value] if isinstance(value, tuple) else value
-
-
-def _specs(frozen: Any) -> Iterator[TensorSpec]:
-    if isinstance(frozen, TensorSpec):
-        yield frozen
-    elif isinstance(frozen, tuple):
-        for element in frozen:
-            yield from _specs(element)
 
 
 _NOT_IN_FORMULAS = ("out", "out_dtype")

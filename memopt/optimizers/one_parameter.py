@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import optim
 
+from memopt.device.op_call import fills
+
 # Elements of a piece: kernels on them take longer than their launch, and a float32 copy is 8 MB.
 PIECE_ELEMENTS = 2**21
 
@@ -98,9 +100,7 @@ def pieces_of(parameter: torch.Tensor, *, elementwise: bool) -> Iterator[Slice]:
     if not (elementwise and parameter.dim() and is_dense(parameter)):
         yield Slice(0, elements, flat=False, first=True, last=True)
         return
-    starts = range(
-        0, max(elements - PIECE_ELEMENTS, 0) + 1, PIECE_ELEMENTS
-    )  # the last piece takes the rest, so that none is small
+    starts = range(0, max(elements - PIECE_ELEMENTS, 0) + 1, PIECE_ELEMENTS)  # the last takes the rest: none is small
     for start in starts:
         stop = elements if start == starts[-1] else start + PIECE_ELEMENTS
         yield Slice(start, stop, flat=True, first=start == 0, last=stop == elements)
@@ -113,12 +113,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a contiguous range of memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return fills(sorted(zip(tensor.stride(), tensor.shape, strict=True)))
 
 
 def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
