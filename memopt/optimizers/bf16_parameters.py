@@ -83,10 +83,15 @@ class BF16ParametersOptimizer(Parameterwise):
     def __init__(self, inner: optim.Optimizer, seed: int = 0) -> None:
         super().__init__(inner)
         self.generators = _Generators(seed)
-        for parameter, state in self.state.items():  # made by Adagrad's constructor, in the parameter's dtype
-            for key, value in state.items():
-                if is_per_element(value, parameter) and value.is_floating_point() and _is_narrow(parameter):
-                    state[key] = value.float()
+        for parameter in filter(_is_narrow, self.state):  # made by Adagrad's constructor, in the parameter's dtype
+            self.widen_state(parameter)
+
+    def widen_state(self, parameter: torch.Tensor) -> None:
+        """Convert the state of a parameter to float32."""
+        state = self.state[parameter]
+        for key, value in state.items():
+            if is_per_element(value, parameter) and value.is_floating_point():
+                state[key] = value.float()
 
     def _open(self, kept: torch.Tensor, piece: Slice) -> torch.Tensor:
         part = piece.of(kept)
@@ -133,12 +138,8 @@ def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) ->
     gradient, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(torch.bfloat16)
     parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)
-    if wrapped is None:
-        return
-    state = wrapped.state[parameter]
-    for key, kept in state.items():
-        if is_per_element(kept, parameter) and kept.is_floating_point():
-            state[key] = kept.float()
+    if wrapped is not None:
+        wrapped.widen_state(parameter)
 
 
 def _is_narrow(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,13 +14,8 @@ from memopt.optimizers.one_parameter import Slice, is_elementwise, like, pieces_
 State = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Span:
-    """Elements `start` to `stop` of an array with `whole` elements."""
-
-    start: int
-    stop: int
-    whole: int
+Span = tuple[slice, int]
+"""A range of the elements of an array, and the number of its elements."""
 
 
 class Parameterwise(optim.Optimizer):
@@ -138,24 +132,14 @@ class Parameterwise(optim.Optimizer):
         state, gradient = self.state[parameter], like(parameter.grad, parameter)
         known = frozenset(state)  # state that the first piece makes has no values for the others yet
         for piece in pieces_of(parameter, elementwise=goes_in_pieces(self.inner)):
-            self._step_piece(group, parameter, gradient, piece, known)
-
-    def _step_piece(
-        self,
-        group: dict[str, Any],
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        piece: Slice,
-        known: frozenset[str],
-    ) -> None:
-        state = self.state[parameter]
-        tensor = self._open(parameter, piece)
-        tensor.grad = self._open(gradient, piece)
-        given = self._take(parameter, {key: state[key] for key in state if key in known}, piece)
-        after = step_one(self.inner, group, tensor, dict(given))
-        tensor.grad = None
-        self._give(parameter, state, piece, given, after)
-        self._close(parameter, piece, tensor)
+            tensor = self._open(parameter, piece)
+            tensor.grad = self._open(gradient, piece)
+            given = self._take(parameter, {key: state[key] for key in state if key in known}, piece)
+            after = step_one(self.inner, group, tensor, dict(given))
+            tensor.grad = None
+            self._give(parameter, state, piece, given, after)
+            self._close(parameter, piece, tensor)
+            del tensor, given, after  # freed before the next piece
 
     def _open(self, kept: torch.Tensor, piece: Slice) -> torch.Tensor:
         """The tensor that `inner` gets for a piece of a parameter, of its gradient, or of a state tensor of its
@@ -173,7 +157,7 @@ class Parameterwise(optim.Optimizer):
             if is_per_element(value, parameter):
                 given[key] = self._open(value, piece)
             elif span is not None:
-                given[key] = value[span.start : span.stop]
+                given[key] = value[span[0]]
             else:
                 # Of another shape, like the step number, which every piece increases: all but the last get a copy.
                 given[key] = value.clone() if isinstance(value, torch.Tensor) and not piece.last else value
@@ -188,9 +172,9 @@ class Parameterwise(optim.Optimizer):
                 self._close_state(parameter, state, key, piece, value, value is given.get(key))
             elif span is not None:
                 if key not in state:
-                    whole = torch.empty(span.whole, dtype=value.dtype, device="meta")
+                    whole = torch.empty(span[1], dtype=value.dtype, device="meta")
                     state[key] = self.room_for(parameter, whole, value.dtype)
-                self._close_part(state[key][span.start : span.stop], value, value is given.get(key))
+                self._close_part(state[key][span[0]], value, value is given.get(key))
             elif piece.last:
                 state[key] = self._close_other(parameter, state.get(key), value)
 
@@ -220,8 +204,8 @@ class Parameterwise(optim.Optimizer):
         return value
 
     def span(self, key: str, parameter: torch.Tensor, piece: Slice) -> Span | None:
-        """The range of elements of the state tensor `key`, whose shape differs from the parameter's, that belong to a
-        piece of the parameter; None where that tensor is not divided into pieces."""
+        """The elements of the state tensor `key`, whose shape differs from the parameter's, that belong to a piece of
+        the parameter; None where that tensor is not divided into pieces."""
         return self._inner_span(key, parameter, piece)
 
     def _inner_span(self, key: str, parameter: torch.Tensor, piece: Slice) -> Span | None:

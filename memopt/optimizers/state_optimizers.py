@@ -123,9 +123,9 @@ class LowBitOptimizer(Parameterwise):
     def span(self, key: str, parameter: torch.Tensor, piece: Slice) -> Span | None:
         elements = parameter.numel()
         if key.endswith("_codes"):
-            return Span(piece.start, piece.stop, elements)
+            return slice(piece.start, piece.stop), elements
         if key.endswith("_scales"):
-            return Span(piece.start // BLOCK, blocks_of(piece.stop), blocks_of(elements))
+            return slice(piece.start // BLOCK, blocks_of(piece.stop)), blocks_of(elements)
         return super().span(key, parameter, piece)
 
     def _take(self, parameter: torch.Tensor, state: State, piece: Slice) -> State:

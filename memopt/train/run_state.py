@@ -11,7 +11,7 @@ from torch import distributed
 from memopt.compat.ddp import unwrapped
 from memopt.optimizers.parameterwise import Parameterwise
 from memopt.train.effective_batch import groups_of
-from memopt.train.step_state import StateDict, check_loop_state, generators_of, loop_state, set_loop_state
+from memopt.train.step_state import StateDict, check_built_alike, generators_of, loop_state, set_loop_state
 
 if TYPE_CHECKING:
     from memopt.train.train_step import TrainStep
@@ -68,7 +68,7 @@ class RunState:
             )
         loop = torch.load(io.BytesIO(saved), weights_only=True)
         generators = loop.pop("generators")
-        check_loop_state(self.step, loop)
+        check_built_alike(self.step, loop, ("schedulers",))
         set_state_dict(
             unwrapped(self.step.model),
             list(self.step.optimizers),

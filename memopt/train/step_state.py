@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
 
 from memopt.compat.ddp import unwrapped
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of
 from memopt.random_states import generator_states, set_generators
 from memopt.train.effective_batch import EffectiveBatch
-from memopt.train.scaling import Scaling
 from passes.ops.fp8_formats import histories_state, load_histories
 
 _HOST, _CARDS = "cpu", "cuda"
@@ -36,10 +34,8 @@ def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], devices: Iterable[torch.device]) -> None:
-    """Set the generators back to what `random_state` returned; its tensors may be on any device.
-
-    Generators of cards that are not among `devices` are left as they are.
-    """
+    """Set the generators back to what `random_state` returned, whose tensors may be on any device; those of cards that
+    are not among `devices` stay as they are."""
     kind, keys, *rest = state["numpy"]
     numpy = (kind, keys.cpu().numpy().astype(np.uint32), *rest)
     host = torch.Generator().set_state(state[_HOST].cpu())
@@ -56,36 +52,23 @@ KEYS = frozenset(
 """The keys that every state has. `"fp8_histories"` is missing in states of versions that did not save them."""
 
 
-class _Stateful(Protocol):
-    """The attributes of a `TrainStep` that make up its state."""
-
-    model: nn.Module
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    schedulers: tuple[Any, ...]
-    scaling: Scaling
-    effective_batch: EffectiveBatch
-    device: torch.device
-    accumulate: int
-    number: int
-
-    @property
-    def parameters(self) -> list[torch.Tensor]: ...
+Step: TypeAlias = Any
+"""A `TrainStep`, whose module imports this one."""
 
 
-def state_of(step: _Stateful) -> StateDict:
+def state_of(step: Step) -> StateDict:
     """The state of a `TrainStep` as plain values and tensors, which are not copied, as in torch's own state dicts."""
-    parameters = step.parameters
     return {
         **loop_state(step),
         "accumulate": step.accumulate,
         "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
         "effective_batch": asdict(step.effective_batch),
-        "gradients": [parameter.grad if step.effective_batch.calls else None for parameter in parameters],
+        "gradients": [parameter.grad if step.effective_batch.calls else None for parameter in step.parameters],
         "generators": generators_of(step),
     }
 
 
-def loop_state(step: _Stateful) -> StateDict:
+def loop_state(step: Step) -> StateDict:
     """The part of a `TrainStep`'s state that is the same on all ranks and belongs to no parameter: the number of steps,
     and the states of schedulers, scaler and fp8 scales."""
     return {
@@ -96,16 +79,14 @@ def loop_state(step: _Stateful) -> StateDict:
     }
 
 
-def generators_of(step: _Stateful) -> StateDict:
+def generators_of(step: Step) -> StateDict:
     """The states of the random generators that a step on this rank may use, as `random_state` returns them."""
     return random_state({parameter.device for parameter in step.parameters})
 
 
-def restore(step: _Stateful, state: StateDict) -> None:
-    """Set `step` to `state`.
-
-    Raises `ValueError` where the state is damaged, or was saved by a TrainStep with other arguments; `step` is then
-    unchanged."""
+def restore(step: Step, state: StateDict) -> None:
+    """Set `step` to `state`. Raises `ValueError` where the state is damaged, or was saved by a TrainStep with other
+    arguments; `step` is then unchanged."""
     try:
         _check(step, state)
     except (TypeError, KeyError, AttributeError) as failure:
@@ -128,32 +109,22 @@ def _said(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
-def check_loop_state(step: _Stateful, state: StateDict) -> None:
-    """Raise `ValueError` for the state of the loop of a TrainStep with other arguments."""
-    _check_built_alike(step, state, ("schedulers",))
-
-
-def set_loop_state(step: _Stateful, state: StateDict) -> None:
-    """Set the state of the loop to what `loop_state` returned, which `check_loop_state` has accepted; also the random
+def set_loop_state(step: Step, state: StateDict) -> None:
+    """Set the state of the loop to what `loop_state` returned, which `check_built_alike` has accepted; also the random
     generators, unless `state["generators"]` is None."""
-    _set_loop(step, state)
-    if state["generators"] is not None:
-        set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
-
-
-def _set_loop(step: _Stateful, state: StateDict) -> None:
     load_histories(unwrapped(step.model), state.get("fp8_histories", {}))
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     if step.scaling.adapts:
         step.scaling.scaler.load_state_dict(state["scaler"])
     step.number = state["number"]
+    if state["generators"] is not None:
+        set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
 
 
-def _set(step: _Stateful, state: StateDict) -> None:
+def _set(step: Step, state: StateDict) -> None:
     for optimizer, saved in zip(step.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    _set_loop(step, state)
     empty = EffectiveBatch.empty(step.device)
     tensors = {
         name: value.to(step.device, empty.tokens.dtype)
@@ -164,16 +135,16 @@ def _set(step: _Stateful, state: StateDict) -> None:
     for parameter, gradient in zip(step.parameters, state["gradients"], strict=True):
         # A copy, since the next backward adds to it.
         parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-    set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
+    set_loop_state(step, state)
 
 
-def _check(step: _Stateful, state: StateDict) -> None:
+def _check(step: Step, state: StateDict) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(_DAMAGED.format(f"it is a {type(state).__name__}"))
     missing = KEYS - state.keys()
     if missing:
         raise ValueError(_DAMAGED.format(f"it has no {', '.join(sorted(missing))}"))
-    _check_built_alike(step, state, ("optimizers", "schedulers"))
+    check_built_alike(step, state, ("optimizers", "schedulers"))
     if state["effective_batch"]["calls"] and state["accumulate"] != step.accumulate:
         raise ValueError(
             f"the state is from within an effective batch of {state['accumulate']} calls, this TrainStep has "
@@ -188,15 +159,14 @@ def _check(step: _Stateful, state: StateDict) -> None:
         )
 
 
-def _check_built_alike(step: _Stateful, state: StateDict, lists: Sequence[str]) -> None:
+def check_built_alike(step: Step, state: StateDict, lists: Sequence[str]) -> None:
     """Raise `ValueError` for a state of a TrainStep with other numbers of the `lists` ("optimizers", "schedulers"), or
     if only one of both has a scaler."""
     for name in lists:
         own = getattr(step, name)
         if len(state[name]) != len(own):
-            raise ValueError(
-                f"the state has {len(state[name])} {name}, this TrainStep {len(own)}; build it with as many"
-            )
+            had = len(state[name])
+            raise ValueError(f"the state has {had} {name}, this TrainStep {len(own)}; build it with as many")
     if (state["scaler"] is not None) != step.scaling.adapts:
         had, has = ("with", "without") if state["scaler"] is not None else ("without", "with")
         raise ValueError(f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it {had} one")
