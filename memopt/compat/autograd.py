@@ -229,9 +229,8 @@ def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
 
 
 def nodes_since(nodes: Iterable[Any], number: int) -> list[Any]:
-    """The autograd nodes `nodes`, and those behind them that were made since `next_node_number` returned `number`, in
-    the order in which they were made. Nodes that a backward from `nodes` reaches only through older ones are left out,
-    and so are nodes of leaves."""
+    """The autograd nodes `nodes`, and those behind them made since `next_node_number` returned `number`, in the order
+    in which they were made; without nodes of leaves, and those that are reached only through older ones."""
     found = _reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number)
     return sorted(found, key=lambda node: node._sequence_nr())
 
@@ -258,9 +257,8 @@ def _reached_from(nodes: set[Any], among: Callable[[Any], bool] = lambda node: T
 
 
 def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
-    """The autograd nodes that a backward from `roots` (tensors or edges) runs before the ends, in the order of the
-    backward, and the ends: the first node on each path for which `is_end` is true. Nodes of leaves are in neither
-    list."""
+    """The autograd nodes that a backward from `roots` (tensors or edges) runs before the ends, in its order, and the
+    ends: the first node on each path for which `is_end` is true. Nodes of leaves are in neither list."""
     left: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     seen: set[Any] = {None}
     nodes, ends = list[Any](), list[Any]()
@@ -277,8 +275,7 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 
 
 def passes_by(roots: Iterable[Any], mark: str, value: object) -> bool:
-    """Whether a backward from `roots` (tensors or edges) reaches a node with `value` in the collection
-    `node.metadata[mark]`."""
+    """Whether a backward from `roots` (tensors or edges) reaches a node with `value` in `node.metadata[mark]`."""
     return bool(graph_until(roots, lambda node: value in node.metadata.get(mark, ()))[1])
 
 
@@ -338,8 +335,7 @@ class Watcher(Protocol):
 
 
 def _tell() -> None:
-    """Replace torch's function that starts a backward if there is a listener or a watcher, else put torch's own
-    back."""
+    """Replace torch's function that starts a backward if there is a listener or a watcher, else restore it."""
     if not _listeners and not _watchers:
         for module, telling, own in _told:
             if module._engine_run_backward is telling:
@@ -469,9 +465,8 @@ def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any
 
 
 def python_nodes(node: Any) -> Iterator[Any]:
-    """The nodes of `autograd.Function`s, such as those of regions, at `node`: `node` itself if it is one, else those
-    among its next nodes. An in-place operator on a region's output puts a node (`CopyBackwards`) in front of the
-    region's."""
+    """The nodes of `autograd.Function`s, such as those of regions, at `node`: itself if it is one, else those among its
+    next nodes, since an in-place operator on a region's output puts a node (`CopyBackwards`) in front."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         yield node
     else:

@@ -82,11 +82,9 @@ def takes_uneven_inputs(wrapper: Any) -> bool:
 
 
 class ReducerHooks:
-    """The hooks that notify a wrapper's reducer of each accumulated gradient, in Python in place of DDP's own in C++.
-
-    The reducer then does what it does for DDP's own hooks: the gradient goes into its bucket, and a full bucket is
-    exchanged. `ready` notifies the reducer earlier, in the middle of a backward; the hook then does nothing for that
-    parameter in that backward."""
+    """The hooks that notify a wrapper's reducer of each accumulated gradient, in Python in place of DDP's own in C++;
+    the reducer then does what it does for DDP's own. `ready` notifies the reducer in the middle of a backward; the hook
+    then does nothing for that parameter in that backward."""
 
     def __init__(self, wrapper: Any) -> None:
         facts = wrapper._get_ddp_logging_data()

@@ -95,8 +95,7 @@ def _is_as_before(changed: Any, attributes: dict[str, Any] | None) -> bool:
 
 
 RECOMPILE_LIMIT = 256
-"""The most compilations of one code object: one for each set of input shapes of a call, or of a function that it
-calls."""
+"""The most compilations of one code object: one for each set of input shapes."""
 
 
 def __getattr__(name: str) -> Any:
@@ -135,8 +134,7 @@ def capture_settings() -> Iterator[None]:
 @lru_cache(maxsize=4)
 def _changes(ignored: frozenset[Any]) -> tuple[Callable[[], Callable[[], None]], ...]:
     """Functions that make the settings and return one that undoes them, where logging functions `ignored` break no
-    graph. They are made once: `config.patch` makes a context variable each time, which is never freed, and takes three
-    times as long."""
+    graph. Made once: `config.patch` makes a context variable each time, which is never freed."""
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
@@ -189,9 +187,7 @@ def compile_with(
     backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool, symbols: bool = False
 ) -> Callable[..., Any]:
     """`call` compiled by `backend`, also where `TORCHDYNAMO_DISABLE` is set. With `whole`, a graph break is an error.
-
-    Each set of shapes gets a graph; with `symbols`, sizes that differ between calls become symbols of one graph.
-    """
+    Each set of shapes gets a graph; with `symbols`, sizes that differ between calls become symbols of one graph."""
     from torch._dynamo.eval_frame import cached_backends
 
     known = set(cached_backends)
@@ -325,8 +321,7 @@ def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
 
 
 def user_stack(error: BaseException) -> Sequence[traceback.FrameSummary]:
-    """The Python lines that Dynamo was tracing when `error` was raised, innermost last; else the error's own
-    traceback."""
+    """The Python lines that Dynamo was tracing when `error` was raised, innermost last; else the error's traceback."""
     traced = getattr(error, "real_stack", None)
     return traced or traceback.extract_tb(error.__traceback__)
 

@@ -33,11 +33,8 @@ PRIVATE_NAMES = private("""
 
 
 def replacements() -> list[Replacement]:
-    """The replacements of Dynamo's own functions that are active while models are captured and run.
-
-    Torch 2.15 reads methods of tensors from a table that holds the functions; torch 2.13 looks them up by name in the
-    class.
-    """
+    """The replacements of Dynamo's own functions that are active while models are captured and run. Torch 2.15 reads
+    methods of tensors from a table that holds the functions; torch 2.13 looks them up by name in the class."""
     import torch._dynamo.config as dynamo_config
     from torch._dynamo import _trace_wrapped_higher_order_op, trace_rules, utils
     from torch._dynamo.variables import GetAttrVariable, TensorVariable, builtin
@@ -97,8 +94,7 @@ def _with_library_code(own: Callable[[], set[str]]) -> Callable[[], set[str]]:
 @cache
 def _texts_known(own: Callable[..., Any]) -> Callable[..., Any]:
     """Traces methods of a text that a class or a function of torch has, as in `type(weight).__module__.startswith(…)`.
-    Dynamo by itself breaks the graph there for classes that it writes into graphs, such as `torch.nn.Parameter` once
-    torchao is imported."""
+    Dynamo by itself breaks the graph there for classes such as `torch.nn.Parameter` once torchao is imported."""
     from torch._dynamo.variables import ConstantVariable
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -161,8 +157,7 @@ def _requires_grad_(own: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _set_by_a_method(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Traces `value.requires_grad = …` as `value.requires_grad_(…)`. Dynamo by itself breaks the graph there, also
-    where nothing changes."""
+    """Traces `value.requires_grad = …` as `value.requires_grad_(…)`, where Dynamo by itself always breaks the graph."""
 
     def set_attribute(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
         if not owner.is_tensor() or name.as_python_constant() != "requires_grad":
@@ -224,8 +219,7 @@ def _written_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _left_out(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Breaks the graph at `backward()` within a forward, which writes to `.grad`, also if Dynamo is set to trace
-    derivatives."""
+    """Breaks the graph at `backward()` within a forward, which writes to `.grad`, also if derivatives are traced."""
     import torch._dynamo.config as dynamo_config
 
     def method_backward(*args: Any, **kwargs: Any) -> Any:
@@ -241,8 +235,7 @@ def _is_strided(part: Any) -> bool:
 
 
 def _fits(result: Any, part: Any) -> bool:
-    """Whether `part.copy_(result)` writes what `out=part` would: shape, dtype and device are equal, and no gradient is
-    involved."""
+    """Whether `part.copy_(result)` writes what `out=part` would: same shape, dtype and device, and no gradient."""
     if not result.is_tensor():
         return False
     made, into = _value(result), _value(part)

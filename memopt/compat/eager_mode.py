@@ -48,8 +48,7 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 # Eager batch normalisation writes its running statistics without saying so, which a trace would lose.
 _KEPT = ("batch_norm",)
 _SAMPLE = 65_537
-"""The number of values on which a product is tried: every significand of 16-bit numbers many times, and some of
-fp32's."""
+"""The number of values on which a product is tried: every significand of 16-bit numbers many times."""
 _PART = 4_096
 """The number of values that are tried at once: the first step's budget has little room for them."""
 
@@ -57,10 +56,8 @@ _PART = 4_096
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """Context in which operators are differentiated by eager mode's kernels, on symbolic sizes where these take them.
-
-    Torch replaces some (`upsample_bilinear2d`, `matmul`, `lstm`, `dropout`) while it traces, so that sizes may be
-    symbols, by Python functions that sum or round in another order and may hold more memory.
-    """
+    Torch replaces some (`upsample_bilinear2d`, `matmul`, `lstm`, `dropout`) while it traces by Python functions that
+    sum or round in another order and may hold more memory."""
     know_resizing_gradients()
     replaced = {(operator, key): operator.py_kernels[key] for operator, key in _replaced_operators()}
     for (operator, key), python in replaced.items():
@@ -131,11 +128,8 @@ def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -
 
 
 def _resized(operator: Any, value: torch.Tensor, sizes: Any, *settings: Any) -> torch.Tensor:
-    """The result of a resizing operator, given the arguments of its overload `vec`: either `sizes` or the scales, which
-    are last in `settings`, is None.
-
-    The kernel of `vec` itself takes no symbols, that of the overload with sizes does.
-    """
+    """The result of a resizing operator, whose kernel takes symbols, given the arguments of its overload `vec`: either
+    `sizes` or the scales, which are last in `settings`, is None."""
     *aligned, scales = settings
     if sizes is None:
         sizes = upsample_compute_output_size(value.shape, None, scales)  # type: ignore[no-untyped-call]
@@ -164,11 +158,7 @@ def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 class _Dropout(torch.autograd.Function):
     """Dropout that multiplies the elements it keeps by `1 / (1 - p)`, rounded to the dtype of the value, as eager mode
-    does on a CPU.
-
-    `native_dropout` and its backward are called where they give the same products, which depends on `p` and on the
-    dtype.
-    """
+    does on a CPU. `native_dropout` and its backward are called where they give the same products."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, p: float) -> torch.Tensor:
@@ -216,9 +206,8 @@ _IDLE = ContextVar[torch.Tensor | None]("a mask that masks nothing, or position 
 @contextmanager
 def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context in which transformers, traced by Dynamo, decides about masks as it would for these arguments in eager
-    mode: a mask that masks nothing is left out. Dynamo guards on these decisions, so a call for which they differ is
-    captured anew. Hooks that collect hidden states, attentions and the logits of routers are installed as in eager
-    mode, too."""
+    mode: a mask that masks nothing is left out. Dynamo guards on these decisions. Hooks that collect hidden states,
+    attentions and the logits of routers are installed as in eager mode, too."""
     masking, asking, collecting = (sys.modules.get(f"transformers.{name}") for name in _CHOOSING)
     for choosing in filter(None, (masking, asking)):
         _run_frames_eagerly(choosing)
@@ -330,14 +319,12 @@ def _installing_while_traced(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _note_counting(context: Any) -> None:
-    """Set the traced function's local variable `counts_up` to True if its positions are plainly 0, 1, 2 and so on, one
-    sequence in each row."""
+    """Set the traced function's local variable `counts_up` to True if its positions are plainly 0, 1, 2 and so on."""
     _note(context, "counts_up", _counts_up(_node_of(context, "position_ids")))
 
 
 def _note_idle(context: Any) -> None:
-    """Set the traced function's local variable `is_idle` to True if its `mask` is the call's mask, or positions, that
-    mask nothing."""
+    """Set the traced function's local variable `is_idle` to True if its `mask` is the call's that masks nothing."""
     _note(context, "is_idle", _is_idle(_node_of(context, "mask")))
 
 

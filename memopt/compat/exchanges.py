@@ -39,8 +39,7 @@ ALL = sys.maxsize
 
 @dataclass(frozen=True)
 class _Block:
-    """A part of a model whose parameters FSDP2 gathers together, and reshards after its forward unless told
-    otherwise."""
+    """A part of a model whose parameters FSDP2 gathers together, and by itself reshards after its forward."""
 
     path: str
     module: Any
@@ -74,8 +73,7 @@ class Resharding:
         return tuple(found.values())
 
     def keep(self, count: int) -> None:
-        """Make the last `count` blocks stay gathered from their forward to their backward, and the others be freed
-        after their forward."""
+        """Make the last `count` blocks stay gathered from their forward to their backward, and the others be freed."""
         if count == self.count:
             return
         if not self._automatic:

@@ -121,8 +121,7 @@ class _WholeGradients:
 
     @property
     def waiting_bytes(self) -> int:
-        """The bytes of these gradients in whose place no new gradient has been made yet; 0 once the group has
-        reduced."""
+        """The bytes of these gradients in whose place no new one has been made yet; 0 once the group has reduced."""
         if self.are_reduced or not self.bytes:
             return 0
         self._taken = max(self._taken, _whole_gradient_bytes(self.group))

@@ -109,8 +109,7 @@ def _put_in(tensor: torch.Tensor, table: _Table) -> _Table:
 
 
 class WatchingHook:
-    """A hook of memopt's on the accumulated gradient of a leaf that only observes it, so that a captured backward need
-    not call it."""
+    """A hook of memopt's on a leaf's accumulated gradient that only observes: a captured backward need not call it."""
 
     def __call__(self, leaf: torch.Tensor) -> None:
         raise NotImplementedError

@@ -178,8 +178,7 @@ def protected(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Another leaf that shares the memory of a tensor: a parameter for a parameter. It has a gradient, hooks and a
-    version counter of its own."""
+    """Another leaf, a parameter for a parameter, in the same memory, with gradient, hooks and version of its own."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
     return tensor.data.requires_grad_(tensor.requires_grad)

@@ -115,8 +115,7 @@ def seeds_apart() -> Replacement:
 
 
 def draw_seeds_at_once(joint: fx.GraphModule) -> None:
-    """Have a joint graph that was traced with `seeds_apart` draw all its seeds in one call, as inductor does. Edits the
-    graph."""
+    """The replacement with which inductor leaves each random operator in a joint graph its own seed."""
     from torch._inductor.fx_passes.replace_random import fuse_seed_creation_pass
     from torch._inductor.virtualized import V
 
@@ -171,8 +170,7 @@ def _nearby_fusions() -> type[Any]:
             super().__init__()
             self.scheduler: Any = None
             self.kernels: list[int] = []
-            """The positions, in ascending order, of the nodes that are external kernels, which take no part in
-            fusion."""
+            """The positions, in ascending order, of the nodes that are external kernels, which are not fused."""
 
         def uuid(self) -> str:
             return f"memopt: neighbors fused, reductions past {_MOST_PASSED} kernels"

@@ -42,14 +42,12 @@ PRIVATE_NAMES = private("""
 """)
 
 FALLBACKS = "copies to the host laid out as results, pools in ceil_mode as they are"
-"""Describes the layout rules of this module. It is part of the key of inductor's cache, so that code compiled under
-other rules is not reused."""
+"""The layout rules of this module, a part of the key of inductor's cache of compiled code."""
 
 
 @torch.library.custom_op("memopt::hold", mutates_args=())
 def _hold(value: torch.Tensor) -> torch.Tensor:
-    """The value, which inductor writes to memory at this point rather than computing it in each kernel that reads
-    it."""
+    """The value, which inductor writes to memory here rather than computing it in each kernel that reads it."""
     return value.clone()
 
 
@@ -111,8 +109,7 @@ def _pool(own: Any, as_it_is: Any) -> Any:
 
 
 def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:
-    """The operators that a graph and those within it call, and those that they pass to other operators as an
-    argument."""
+    """The operators that a graph and those within it call, and those that they pass on as an argument."""
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if node.op == "call_function":
@@ -120,9 +117,8 @@ def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:
 
 
 def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
-    """The rule by which inductor lays out the inputs of an operator without a lowering: contiguous for an operator of
-    torch in a backward, unless the operator's tags say otherwise. Copies to the host follow `_as_returned`, those back
-    have no rule."""
+    """The rule by which inductor lays out the inputs of an operator without a lowering: contiguous for one of torch in
+    a backward, unless its tags say otherwise; `_as_returned` for copies to the host, none for those back."""
     from torch._inductor.lowering import require_contiguous, tag_to_layout_constraint
     from torch._library.utils import get_layout_constraint_tag, is_builtin
 

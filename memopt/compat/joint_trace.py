@@ -47,8 +47,7 @@ PRIVATE_NAMES = private("""
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
-"""Compiles a forward or backward, given with example inputs, to a function that takes a list of arguments and empties
-it."""
+"""Compiles a forward or backward, given with example inputs, to a function that empties its list of arguments."""
 
 
 _disable: Any = torch.compiler.disable
@@ -86,8 +85,7 @@ class InputUse:
 
 
 def noting_input_use(found: list[InputUse]) -> Replacement:
-    """A replacement by which AOTAutograd, before it cuts a joint graph, adds to `found` what the region does with its
-    inputs."""
+    """A replacement by which AOTAutograd, before it cuts a joint graph, adds to `found` the use of its inputs."""
     from torch._functorch._aot_autograd import graph_compile
 
     own: Any = graph_compile.aot_stage2_autograd
@@ -117,9 +115,8 @@ class AotTrace:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """For each input of the region, the position of the corresponding input of the joint graph. A tensor subclass,
-        such as a sharded parameter, becomes several inputs there; the position is that of the first, which holds its
-        memory."""
+        """For each input of the region, the position of the corresponding input of the joint graph; for a tensor
+        subclass, such as a sharded parameter, that of the first of several, which holds its memory."""
         return _firsts(self.state.fw_metadata.subclass_inp_meta)
 
     @property
@@ -132,11 +129,8 @@ class AotTrace:
 
     def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
         """The region as a differentiable function of its inputs, which runs the forward and backward into which
-        `partition` cuts the joint graph.
-
-        `forward` and `backward` are the compilers of the two modules that `partition` returns, whose graphs are empty
-        afterwards. This may be called repeatedly with different partitions, each time in the region's tracing context.
-        """
+        `partition` cuts the joint graph. `forward` and `backward` are the compilers of these two modules, whose graphs
+        are empty afterwards. This may be called repeatedly, each time in the region's tracing context."""
         log = _graphs_are_logged()
         compiled, halves = _second_phase(self.state, self.capture, partition, forward, backward, log=log)
         for half in halves:
@@ -201,8 +195,7 @@ def _gapless(own: Callable[..., Any]) -> Any:
 
 
 def constants_as_attributes(module: fx.GraphModule) -> fx.GraphModule:
-    """Turn the buffers of a module into plain attributes, which AOTAutograd treats as constants. Returns the same
-    module."""
+    """Turn the buffers of a module, which is returned, into plain attributes, constants for AOTAutograd."""
     for name, constant in list(module._buffers.items()):
         del module._buffers[name]
         setattr(module, name, constant)
@@ -283,8 +276,7 @@ def _firsts(metas: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _graphs_are_logged() -> bool:
-    """Whether a log of AOTAutograd's graphs is on. AOTAutograd itself would turn the graphs into text before it
-    asks."""
+    """Whether a log of AOTAutograd's graphs is on, for which it would turn the graphs into text before it asks."""
     name = "torch._functorch._aot_autograd.graph_compile"
     return "TORCH_TRACE" in os.environ or getArtifactLogger(name, "aot_graphs").isEnabledFor(logging.DEBUG)
 

@@ -48,8 +48,7 @@ def saved_by(node: Any) -> list[torch.Tensor]:
 
 
 def _raw_saved(node: Any) -> Iterator[Any]:
-    """Yields the `SavedTensor`s of an autograd node, in the same order for every node of a class; none for a node whose
-    saved tensors were freed."""
+    """Yields the `SavedTensor`s of an autograd node, in the same order for every node of a class; none once freed."""
     kind = type(node)
     if kind not in _SAVED:
         _SAVED[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
@@ -87,8 +86,7 @@ def replace_saved(
 
 
 def all_saved(nodes: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors that the autograd nodes of a forward that has just run hold for its backward, in the order that
-    `replace_saved` expects."""
+    """The tensors that the autograd nodes of a forward hold for its backward, in the order of `replace_saved`."""
     return [value for node in nodes for _, value in _with_values(node)]
 
 

@@ -198,16 +198,14 @@ def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
 
 
 def limit_of(size: torch.SymInt) -> int | None:
-    """The largest value of a symbolic size that the conditions recorded at the time of the call allow; None where they
-    set no limit."""
+    """The largest value of a symbolic size that the conditions recorded at the time of the call allow, or None."""
     node: Any = size.node
     upper = node.shape_env.bound_sympy(node.expr).upper
     return int(upper) if _is_limit(upper) else None
 
 
 def _is_limit(bound: Any) -> bool:
-    """Whether a bound of a size, from sympy, is a real limit: torch gives the largest 64-bit integer to sizes that it
-    knows nothing about."""
+    """Whether a bound of a size, from sympy, is a real limit, not the largest 64-bit integer, torch's for no limit."""
     return bool(bound.is_Integer) and bound < _NO_LIMIT
 
 
@@ -268,6 +266,5 @@ def line_that_fixed(tensor: torch.Tensor, dimension: int) -> str | None:
 
 
 def _line(location: Any) -> str:
-    """File, line and function where a condition arose: in the model's code, or in torch's if the model's is not
-    known."""
+    """File, line and function where a condition arose: in the model's code, or in torch's."""
     return str(location.maybe_user_loc or location.framework_loc).split("  # ")[-1]

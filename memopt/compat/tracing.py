@@ -46,11 +46,8 @@ def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: S
 @contextmanager
 def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
     """Context, within `pre_dispatch_graph`, in which each operator call goes to `see(trace, within, operator, args,
-    kwargs)` instead of the tracer.
-
-    What `see` returns is the result of the call. `trace(operator, args, kwargs)` passes a call on to the tracer.
-    `within` is the tracer's dispatch mode: operators that `see` calls under it go to `see` again.
-    """
+    kwargs)`, whose result is that of the call, instead of the tracer. `trace(operator, args, kwargs)` passes a call on
+    to the tracer. `within` is the tracer's dispatch mode: operators that `see` calls under it go to `see` again."""
     tracer: Any = get_proxy_mode()
     go_on = tracer.__torch_dispatch__
 
@@ -68,11 +65,8 @@ def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
 
 
 def opaque_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode) -> Any:
-    """Calls a higher-order operator and returns its result. The call is recorded as one node.
-
-    What the operator calls is not traced. To be called within `pre_dispatch_graph`; `mode` is the fake mode of the
-    arguments.
-    """
+    """Calls a higher-order operator and returns its result. The call is recorded as one node; what the operator calls
+    is not traced. To be called within `pre_dispatch_graph`; `mode` is the fake mode of the arguments."""
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     for number, module in enumerate(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.GraphModule)):
         tracer.root.register_module(tracer.get_fresh_qualname(f"{target}_{number}_"), module)

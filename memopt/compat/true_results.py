@@ -31,11 +31,8 @@ _SMALL = 4
 
 
 class _SmallOperands:
-    """The arguments of a call with large sizes replaced by small ones: equal sizes by equal ones, and in the same
-    order. A symbol counts as the value that it had when it was made.
-
-    No size of the call may depend on data.
-    """
+    """The arguments of a call with large sizes replaced by small ones: equal sizes by equal ones, in the same order. A
+    symbol counts as the value that it had when it was made; no size may depend on data."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._arguments = args, kwargs
@@ -96,11 +93,9 @@ layout depends on the sizes."""
 
 
 def correct_strides(mode: FakeTensorMode) -> None:
-    """From now on, let operators on fake tensors of this mode give results the strides and dtypes that kernels give.
-
-    An operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small
-    tensors of the same layouts, both real and fake. If the results differ, the real one's dtype and order of dimensions
-    are used."""
+    """From now on, let operators on fake tensors of this mode give results the strides and dtypes that kernels give. An
+    operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small
+    tensors, both real and fake, whose dtype and order of dimensions are compared."""
     if "dispatch" not in vars(mode):
         mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
 
@@ -203,8 +198,7 @@ def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, with symbols at the values that they had when made: to ask torch would add a
-    guard."""
+    """Whether a tensor is contiguous, with symbols at the values that they had when made, without adding a guard."""
     step = 1
     for size, stride in zip(reversed(_as_seen(tensor.shape)), reversed(_as_seen(tensor.stride())), strict=True):
         if size != 1 and stride != step:

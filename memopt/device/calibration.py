@@ -29,10 +29,8 @@ _LINK_SHARE = 0.9
 def measure_hardware(
     device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
 ) -> Hardware:
-    """Time a large matmul for each dtype, copies and a one-element op, in about a second; returns the rates found.
-
-    On a GPU, copies to the host and back, both at once, are timed too.
-    """
+    """Time a large matmul for each dtype, copies (on a GPU also to the host and back, both at once) and a one-element
+    op, in about a second; returns the rates found."""
     kind = device_of(device)
     size = 512 if kind.is_host else 4096
     large = torch.ones(2**24 if kind.is_host else 2**27, device=device)
@@ -84,10 +82,8 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device)
 
 def _cache(target: torch.Tensor, source: torch.Tensor, rate: float, device: torch.device) -> tuple[int, float]:
     """The bytes, read and written together, up to which copies are at least 1.5 times as fast as large ones (`rate`),
-    and the bytes per second of such small copies.
-
-    A quarter of the size is left for other contents of the cache. (0, 0.0) where no size is that fast.
-    """
+    less a quarter for other contents of the cache, and the bytes per second of such copies. (0, 0.0) where no size is
+    that fast."""
     for power in range(26, 15, -1):
         numbers = 2**power // 2 // source.element_size()
         here = _copy_rate(target[:numbers], source[:numbers], device) if numbers <= source.numel() else 0.0
@@ -133,8 +129,7 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) 
 
 
 FORMAT = 6
-"""Files of another format are ignored, and their measurements repeated. To be raised by one when what is measured, or
-how, changes."""
+"""Files of another format are ignored. To be raised by one when what is measured, or how, changes."""
 MOST_CALLS = 2**14
 """The most operator calls whose seconds a device's file keeps; the latest ones stay."""
 

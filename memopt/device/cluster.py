@@ -103,8 +103,7 @@ class _Mesh:
     dp_shard: int = 1
     """The number of cards over which `fully_shard` spreads parameters, gradients and the optimizer's state."""
     tp: int = 1
-    """The number of neighbouring cards that split heads, widths and sequences among them (tensor and sequence
-    parallelism)."""
+    """The number of neighbouring cards that split heads, widths and sequences (tensor and sequence parallelism)."""
 
     @property
     def cards(self) -> int:
@@ -125,12 +124,10 @@ class Ring:
     interconnect: _Interconnect
 
     def gather_seconds(self, nbytes: int) -> float:
-        """Seconds of an all-gather after which each card has `nbytes`, of which it held its share before. A
-        reduce-scatter of `nbytes` on each card takes as long.
-
-        What other nodes send to a node passes through the network adapters of its cards, what a card receives passes
-        through its links within the node; the slower of these two counts. The ring takes one step for each other card.
-        """
+        """Seconds of an all-gather after which each card has `nbytes`, of which it held its share before, or of a
+        reduce-scatter of `nbytes` on each card. What other nodes send passes through the network adapters of a node's
+        cards, what a card receives through its links; the slower of these counts. The ring takes one step for each
+        other card."""
         if self.cards == 1:
             return 0.0
         nodes = -(-self.cards // self.in_node)
@@ -179,10 +176,8 @@ class Cluster:
 def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> Cluster | None:
     """The arguments `mesh` and `interconnect` as a `Cluster`; None where neither is given.
 
-    Raises `TypeError` for values of other types. Raises `ValueError` where only one of the two is given, for unknown
-    names, and for sizes that are below 1, make a mesh of one card, need a network that is not named, or do not fit the
-    nodes.
-    """
+    Raises `TypeError` for values of other types, `ValueError` where only one is given, for unknown names, and for sizes
+    that are below 1, make a mesh of one card, need a network that is not named, or do not fit the nodes."""
     if mesh is None and interconnect is None:
         return None
     if mesh is None or interconnect is None:

@@ -37,8 +37,7 @@ def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> 
 
 def context_bytes(free_before: int, free_during: int, reserved: str) -> int | None:
     """The bytes by which a GPU's free memory has fallen since a process started, without those that torch's allocator
-    has reserved in that process: `reserved`, as the process printed it. None where `reserved` is no number or the
-    result is not credible."""
+    has `reserved` there, as the process printed it. None where that is no number or the result is not credible."""
     if not reserved.strip().isdecimal():
         return None
     found = free_before - free_during - int(reserved)
@@ -46,8 +45,7 @@ def context_bytes(free_before: int, free_during: int, reserved: str) -> int | No
 
 
 def call_libraries(device: torch.device, dtype: torch.dtype) -> None:
-    """Run a forward and backward through matmul, convolution, attention, norms and an embedding, and an optimizer's
-    step."""
+    """Run a forward and backward through the libraries that training uses, and an optimizer's step."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList(
         [

@@ -1,7 +1,5 @@
-"""The CPU as a device: its memory is the host's. The bytes that a kernel allocates are measured or found by rules.
-
-The rules return upper bounds in bytes, which tests compare with measurements.
-"""
+"""The CPU as a device: its memory is the host's. The bytes that a kernel allocates are measured, or found by rules,
+which return upper bounds that tests compare with measurements."""
 
 from __future__ import annotations
 
@@ -57,8 +55,7 @@ def promoted(call: OpCall) -> int:
 
 
 def converted(call: OpCall) -> int:
-    """Workspace bytes of a reduction or scan that accumulates in another dtype than its input's: integers in int64, 16
-    bits in fp32."""
+    """Workspace bytes of a reduction or scan that accumulates integers in int64, 16 bits in fp32."""
     spec = first(call)
     accumulator = 4 if spec.dtype.is_floating_point else 8
     outputs = sum(out.numel for out in call.outputs)
@@ -136,8 +133,7 @@ def _cpu_matmul(call: OpCall) -> int:
 
 
 def _cpu_chunked_loss(call: OpCall) -> int:
-    """Bytes of the chunked cross entropy; it has numbers for each class only where there is a bias, or class
-    weights."""
+    """Bytes of the chunked cross entropy; it has numbers for each class only with a bias, or class weights."""
     by_class = call.argument(2) is not None or call.argument(4) is not None
     return chunked_loss(call) + _cpu_matmul(call) + (class_vectors(call) if by_class else 0)
 
@@ -151,8 +147,7 @@ def _cpu_fp8(call: OpCall) -> int:
 
 
 def _cpu_fp8_matmul(call: OpCall) -> int:
-    """Bytes of an 8-bit matmul: the operands are converted to fp32 one after the other, part by part, before they are
-    multiplied."""
+    """Bytes of an 8-bit matmul: the operands are converted to fp32 one after the other, part by part."""
     a, a_scale, b = call.inputs[:3]
 
     def making(spec: TensorSpec) -> int:
@@ -172,8 +167,7 @@ def _cpu_batch_norm(call: OpCall) -> int:
 
 
 def _cpu_scatter(call: OpCall) -> int:
-    """Bytes of a scatter, a gather or a reduction by an index: in 16 bits the values are converted to fp32; an expanded
-    index is copied."""
+    """Bytes of a scatter, gather or reduction by an index: fp32 values in 16 bits, a copy of an expanded index."""
     narrow = first(call).dtype.itemsize < 4
     return (4 * max(spec.numel for spec in call.inputs) + 64 * KB if narrow else 0) + by_counts(call)
 
@@ -243,8 +237,7 @@ class _Cpu(Device):
         return by_rules(call, CPU_RULES, pointwise=lambda call: promoted(call) + SCALARS, reduction=converted)
 
     def computes_in(self, card: Hardware, dtype: torch.dtype) -> bool:
-        """Whether the CPU has instructions for bfloat16 (AVX512-BF16 or AMX); False for fp16, which none of them
-        computes in."""
+        """Whether the CPU has instructions for bfloat16 (AVX512-BF16 or AMX); False for fp16."""
         names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16") if dtype == torch.bfloat16 else ()
         return any(bool(torch.cpu.get_capabilities().get(name)) for name in names)
 

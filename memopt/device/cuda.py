@@ -117,8 +117,7 @@ class _Cuda(Device):
         return CARDS
 
     def workspace(self, call: OpCall, chip: Chip = LARGE) -> int:
-        """As for any `Device`. Kernels that size their grid by the multiprocessors take more or less on another
-        `chip`."""
+        """As for any `Device`; kernels that size their grid by the multiprocessors depend on the `chip`."""
         if (by_chip := CUDA_BY_CHIP.get(rule_name(call))) is not None:
             return by_chip(call, chip)
         return by_rules(call, CUDA_RULES, reduction=lambda call: max(4 * MB, reduction_bytes(call, chip)))
@@ -210,8 +209,7 @@ class _Cuda(Device):
         return {"card": self.name(device), "driver": version}
 
     def there_and_back(self, device: torch.device, nbytes: int) -> Callable[[], None]:
-        """A function that copies `nbytes` to pinned memory of the host and back, at once on two streams. It returns
-        before the copies are done."""
+        """A function that copies `nbytes` to pinned memory and back, at once on two streams, without waiting for it."""
         hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         values = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         stream: Any = torch.cuda.Stream
@@ -265,8 +263,7 @@ class _Cuda(Device):
         torch.cuda.reset_peak_memory_stats(device)
 
     def segments(self, device: torch.device) -> tuple[list[dict[str, Any]], int] | None:
-        """As for any `Device`; None where another allocator than torch's own is in use, or a CUDA graph is being
-        captured."""
+        """As for any `Device`; None for another allocator than torch's own, and while a CUDA graph is captured."""
         if torch.cuda.get_allocator_backend() != "native" or torch.cuda.is_current_stream_capturing():
             return None
         with torch.cuda.device(device):

@@ -51,8 +51,7 @@ def start_libraries(device: torch.device) -> None:
 
 
 def _wait_for(storages: Sequence[WeakStorage]) -> None:
-    """Wait until some storages are freed, a second at most: autograd's thread holds them a moment longer than its
-    caller."""
+    """Wait until storages are freed, a second at most: autograd's thread holds them a moment longer than its caller."""
     end = time.monotonic() + _PATIENCE_SECONDS
     while any(storage.address for storage in storages) and time.monotonic() < end:
         time.sleep(1e-4)
@@ -98,8 +97,7 @@ def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
 
 @lru_cache(maxsize=2**12)
 def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> OpDryRun | None:
-    """What a run of the call on the device allocates, None where the run fails; `settings` are cuDNN's flags, by which
-    it chooses its algorithm."""
+    """What a run of the call allocates, None where it fails; `settings` are cuDNN's flags, by which it chooses."""
     events = in_own_thread(_events, call, device)
     torch.cuda.empty_cache()
     return None if events is None else from_events(events, [spec.bytes for spec in call.outputs])

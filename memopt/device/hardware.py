@@ -33,8 +33,7 @@ LARGE = Chip(132, 2048)
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device's memory and the rates that times are estimated with. A measured device (`measure_hardware`) has
-    efficiencies of 1."""
+    """A device's memory and the rates that times are estimated with; a measured one has efficiencies of 1."""
 
     name: str
     flops: Mapping[str, float]
@@ -58,8 +57,7 @@ class Hardware:
     least_moved_bytes: int = 2**20
     """Smaller values are not offloaded: the CPU would take longer to start their copies than the link to make them."""
     cached_bytes: int = 0
-    """An operator that reads and writes at most these bytes finds its inputs in the device's cache, left there by the
-    operator before."""
+    """An operator that reads and writes at most these bytes finds its inputs in the device's cache."""
     cached_bytes_per_second: float = 0.0
     """The rate at which such operators read and write."""
     between_seconds: float = 0.0

@@ -252,8 +252,7 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 NOTABLE = 1024**2
-"""Torch's caching allocator gives out blocks of fewer bytes from a pool of their own: as workspace they make no holes
-among larger ones."""
+"""Torch's caching allocator gives out blocks of fewer bytes from a pool of their own: they make no holes."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +284,7 @@ def dry_run_op(
 
 
 class _Record(BlockCalls):  # type: ignore[no-untyped-call]
-    """Lists the allocator's calls of the operators that run on tensors without memory, the workspaces of kernels
-    included."""
+    """Lists the allocator's calls of operators that run on tensors without memory, and of their kernels' workspaces."""
 
     def __init__(self, kernel_bytes: Callable[[OpCall], int], block_bytes: int) -> None:
         super().__init__(block_bytes=block_bytes)

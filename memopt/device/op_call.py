@@ -1,6 +1,5 @@
 """An operator call without values: the operator, and shapes, strides and dtypes of its tensors. Equal calls cost the
-same, so a call is the key under which a kernel's price is kept. Floating-point operations are counted by the formulas
-of torch's flop counter."""
+same, so a call is the key of a kernel's price. Torch's flop counter has formulas for its arithmetic."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The properties of a tensor that a kernel's memory may depend on. Data-dependent sizes are replaced by their upper
-    bounds."""
+    """The properties of a tensor that a kernel's memory may depend on, with upper bounds of data-dependent sizes."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -115,8 +113,7 @@ class OpCall:
         return args, kwargs
 
     def run_on_meta(self) -> tuple[int, OpCall]:
-        """The bytes of the storages that a run on "meta" makes for its results, and the call with these results. Raises
-        what the operator raises."""
+        """The bytes of storages that a run on "meta" makes for its results, and the call with them; or its error."""
         args, kwargs = self.make_arguments("meta")
         with plain_tensors(), torch.no_grad():
             found = self.op(*args, **kwargs)
@@ -189,16 +186,13 @@ def _make(value: Any, device: str) -> Any:
 
 
 _NOT_IN_FORMULAS = ("out", "out_dtype")
-"""Arguments that are not passed on to formulas: given by position, the dtype of a matmul's result would be taken for
-its shape."""
+"""Arguments that formulas do not get: given by position, they would take a result's dtype for its shape."""
 
 
 def flop_formula(op: Any) -> Callable[..., Any] | None:
     """A function of the arguments of a call of `op`, and of its result as `out_val`, that gives the call's
-    floating-point operations, two for a multiply-add; None for an operator without a formula.
-
-    Tensors may be on "meta" or fake; symbolic sizes give a symbolic number.
-    """
+    floating-point operations, two for a multiply-add, as a symbolic number for symbolic sizes; None for an operator
+    without a formula."""
     formula = flop_registry.get(op.overloadpacket) if isinstance(op, OpOverload) else None
     if formula is None:
         return None

@@ -59,9 +59,8 @@ def is_view(node: fx.Node) -> bool:
 
 
 def made_bytes(maker: fx.Node, value: torch.Tensor) -> int:
-    """The bytes of the storage that the node `maker` makes for its result `value`. A tangent (the gradient of an
-    output, an input of the joint graph) counts with the size of `value` itself, even where the output is a view of a
-    larger tensor."""
+    """The bytes of the storage that the node `maker` makes for its result `value`. A tangent (an input of the joint
+    graph) counts with the size of `value` itself, even where the output is a view of a larger tensor."""
     if not is_tangent(maker):
         return storage_bytes(value)
     return largest_value(math.prod(value.shape) * value.element_size())

@@ -150,10 +150,8 @@ def runs_kernel(node: fx.Node) -> bool:
 
 
 def node_flops(node: fx.Node) -> int:
-    """Floating-point operations of a node, two for a multiply-add.
-
-    Matmuls, convolutions and attention count, as in torch's flop counter; others are bound by memory and count as 0.
-    """
+    """Floating-point operations of a node, two for a multiply-add, of matmuls, convolutions and attention, as in
+    torch's flop counter; others are bound by memory and count as 0."""
     formula = _FORMULAS.get(_name(node)) or flop_formula(node.target)
     if formula is None:
         return 0

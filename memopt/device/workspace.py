@@ -81,8 +81,7 @@ def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> 
 
 
 def known_workspace_bytes(call: OpCall, device_type: str) -> int | None:
-    """Temporary bytes of a call's kernel, found without running it. None where a run would be needed, and no earlier
-    measurement is cached."""
+    """Temporary bytes of a call's kernel, found without running it; None where a run would be needed."""
     device = device_of(device_type)
     if not device.is_host:
         return device.workspace(call, LARGE)
@@ -146,8 +145,7 @@ def _price(call: OpCall) -> _Measured:
 
 
 def _estimate(call: OpCall) -> int:
-    """The bytes of the workspace by rule; for an operator written in Python at most what the operators that it calls
-    hold."""
+    """The bytes of the workspace by rule; for an operator written in Python at most what its operators hold."""
     nbytes = device_of(HOST).workspace(call)
     dry_run = dry_run_op(call, _kernel_bytes)
     return nbytes if dry_run is None else min(nbytes, dry_run.workspace_bytes)

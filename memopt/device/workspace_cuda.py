@@ -155,8 +155,7 @@ def _cudnn_batch_norm(call: OpCall) -> int:
 
 
 def _copies_of_images(call: OpCall) -> int:
-    """Bytes of contiguous copies of the images; 0 where all of them are dense and of the same strides, as kernels take
-    channels last as well."""
+    """Bytes of contiguous copies of the images; 0 where all are dense with equal strides, channels last as well."""
     images = [spec for spec in call.inputs if len(spec.size) > 1]
     alike = all(spec.dense and spec.stride == images[0].stride for spec in images)
     return 0 if alike else copies(call)
@@ -239,9 +238,8 @@ def _cuda_scan(call: OpCall) -> int:
 
 
 def _cuda_fp8_matmul(call: OpCall) -> int:
-    """Bytes of an 8-bit matmul: copies of both operands in the result's dtype, as where there are no 8-bit units; they
-    are larger than the transposed copies that such units need. torchao times its kernels, and allocates a buffer of 256
-    MB for that."""
+    """Bytes of an 8-bit matmul: copies of both operands in the result's dtype, as where there are no 8-bit units, more
+    than the transposed copies for such units; and 256 MB where torchao times its kernels."""
     a, a_scale, b = call.inputs[:3]
     timed = 256 * MB if a_scale.size and library() == "torchao" else 0
     return call.outputs[0].dtype.itemsize * (a.numel + b.numel) + fp8_scales(call) + timed

@@ -32,8 +32,7 @@ _ACCUMULATORS = {
     **dict.fromkeys(("argmax", "argmin", "max", "min"), 16),  # a value and its position
     **dict.fromkeys(("any", "all"), 1),
 }
-"""Bytes of an accumulator that is not simply a number of the result's kind, by the operator's name; twice that in
-fp64."""
+"""Bytes of an accumulator that is no number of the result's kind, by the operator's name; twice that in fp64."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,7 @@ def _vector(dims: list[_Dimension], kept: int, width: int) -> int:
 
 
 def _thread_block(along: int, across: int, most: int) -> tuple[int, int]:
-    """The columns and rows of a block of at most `most` threads, for sizes `along` and `across` the fastest
-    dimension."""
+    """The columns and rows of a block of at most `most` threads, for sizes `along` and `across` the fastest one."""
     width, height = (min(most, 1 << (max(1, size).bit_length() - 1)) for size in (along, across))
     columns = min(width, _WARP)
     rows = min(height, most // columns)

@@ -50,8 +50,7 @@ def copies(call: OpCall) -> int:
 
 
 def strided_rows(call: OpCall) -> int:
-    """Workspace bytes of kernels that need each row contiguous, wherever the rows lie: copies of the inputs whose last
-    dimension has gaps."""
+    """Workspace bytes of kernels that need each row contiguous: copies of the inputs whose last dimension has gaps."""
     return sum(spec.dense_bytes for spec in call.inputs if spec.size and spec.size[-1] > 1 and spec.stride[-1] != 1)
 
 
@@ -83,8 +82,7 @@ def index(call: OpCall) -> int:
 
 
 def broadcast_numel(indices: Sequence[TensorSpec]) -> int:
-    """The number of elements that index tensors have once they are broadcast together; an upper bound where masks are
-    among them."""
+    """The number of elements of index tensors once they are broadcast together; an upper bound with masks."""
     try:
         return math.prod(torch.broadcast_shapes(*(spec.size for spec in indices)))  # type: ignore[no-untyped-call]
     except RuntimeError:  # the coordinates of a mask's elements are broadcast, not the mask
@@ -98,8 +96,7 @@ def wide_index(call: OpCall) -> int:
 
 def by_counts(call: OpCall) -> int:
     """Workspace bytes of `scatter_reduce` and `index_reduce`. A mean takes the count of values in each sum, a tensor of
-    ones that is summed to count them, and a mask of the empty sums. `index_reduce` starts from a copy,
-    whatever its reduction."""
+    ones to count them, and a mask of the empty sums. `index_reduce` always starts from a copy."""
     counts = call.argument(4, "reduce") == "mean" or rule_name(call) == "index_reduce"
     return wide_index(call) + copies(call) + (all_bytes(call) + call.outputs[0].numel + SCALARS if counts else 0)
 
