@@ -68,8 +68,7 @@ def _differs(value: Any, before: Any) -> bool:
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimizer is one of torch's that treat each element by itself; False for subclasses of these, whose
-    step is not known."""
+    """Whether the optimizer is one of torch's that treat each element by itself; False for subclasses of these."""
     return type(optimizer) in _ELEMENTWISE
 
 

@@ -35,8 +35,7 @@ class Stepping:
     temporaries: tuple[tuple[Kind, int], ...]
     """For each kind of parameter, the most bytes alive at once among those that its step makes and frees."""
     left: frozenset[int] = frozenset()
-    """Numbers of the region's inputs (parameters) that are stepped at the backward's end, although they could be
-    stepped earlier."""
+    """Numbers of the region's inputs (parameters) that are stepped at the backward's end all the same."""
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
@@ -66,8 +65,7 @@ Wraps: TypeAlias = tuple[Callable[[Any], optim.Optimizer], ...]
 
 @dataclass(frozen=True)
 class OptimizerStepPrice:
-    """Bytes of state that `optimizer.step()` keeps, temporary bytes that it makes and frees, and the seconds it
-    takes."""
+    """Bytes of state that `optimizer.step()` keeps, temporary bytes that it makes and frees, and its seconds."""
 
     state_bytes: int
     temporary_bytes: int
@@ -177,8 +175,7 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 def _maker(
     optimizer: OptimizerLike, originals: Sequence[torch.Tensor], wraps: Wraps = ()
 ) -> Callable[[list[torch.nn.Parameter]], optim.Optimizer]:
-    """A function that makes the optimizer, with `wraps` around it, over stand-ins for the original parameters, which it
-    takes in the same order."""
+    """A function that makes the optimizer, with `wraps` around it, over stand-ins for the originals, in their order."""
 
     def make(stand_ins: list[torch.nn.Parameter]) -> optim.Optimizer:
         named = {id(original): stand_in for original, stand_in in zip(originals, stand_ins, strict=True)}
@@ -192,9 +189,7 @@ def _maker(
 
 def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
     """The number of the optimizer's group that the parameter is in; 0 if the optimizer is not given as an instance.
-
-    Raises `ValueError` where the parameter is in no group.
-    """
+    Raises `ValueError` where the parameter is in no group."""
     if not isinstance(optimizer, optim.Optimizer):
         return 0
     for number, group in enumerate(optimizer.param_groups):
@@ -217,9 +212,8 @@ def _trial_of_class(
     foreach: bool,
     threads: int,
 ) -> _Trial:
-    """The trial of one parameter by an optimizer that is given as a class or name, which depends on these arguments
-    only. It is kept, as each combination of levers and each plan asks for it. `threads` is torch's number of
-    threads."""
+    """The trial of one parameter by an optimizer given as a class or name, which depends on these arguments (`threads`
+    is torch's number) only; each combination of levers and each plan asks for it."""
     parameter = on_meta(shape, stride, dtype)
     return _tried(_maker(optimizer, [parameter], wraps), [parameter], device, foreach=foreach)
 

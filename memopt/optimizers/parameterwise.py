@@ -53,10 +53,8 @@ class Parameterwise(optim.Optimizer):
         return inner if self.keeps_form else {"title": self.title, "inner": inner}
 
     def load_extra_state(self, saved: dict[str, Any] | None) -> None:
-        """Restore what `extra_state` returned.
-
-        Raises `ValueError`, before anything is changed, where that was another kind of optimizer's.
-        """
+        """Restore what `extra_state` returned. Raises `ValueError`, before anything is changed, where that was another
+        kind of optimizer's."""
         title = saved.get("title") if saved else None
         wanted = None if self.keeps_form else self.title
         inner = self.inner if isinstance(self.inner, Parameterwise) else None
@@ -68,15 +66,12 @@ class Parameterwise(optim.Optimizer):
             inner.load_extra_state(saved if self.keeps_form or saved is None else saved["inner"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state as in any optimizer's state dict, and the result of `extra_state` under "proposal". Tensors
-        are not copied."""
+        """Groups and state as in any state dict, and `extra_state` under "proposal". Tensors are not copied."""
         return {**super().state_dict(), "proposal": self.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state dict; its tensors are copied, and keep their dtypes.
-
-        Raises `ValueError` where the state's groups have other numbers of parameters, or it is of another kind of
-        optimizer."""
+        """Restore a state dict; its tensors are copied, and keep their dtypes. Raises `ValueError` where its groups
+        have other numbers of parameters, or it is of another kind of optimizer."""
         saved = {key: value for key, value in state_dict.items() if key != "proposal"}
         sizes, own = (
             [len(group["params"]) for group in groups] for groups in (saved["param_groups"], self.param_groups)
@@ -142,8 +137,7 @@ class Parameterwise(optim.Optimizer):
             del tensor, given, after  # freed before the next piece
 
     def _open(self, kept: torch.Tensor, piece: Slice) -> torch.Tensor:
-        """The tensor that `inner` gets for a piece of a parameter, of its gradient, or of a state tensor of its
-        shape."""
+        """The tensor that `inner` gets for a piece of a parameter, of its gradient, or of a state tensor like it."""
         return piece.of(kept)
 
     def _close(self, parameter: torch.Tensor, piece: Slice, tensor: torch.Tensor) -> None:
@@ -214,8 +208,7 @@ class Parameterwise(optim.Optimizer):
 
 
 def goes_in_pieces(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimizer can step a tensor piece by piece, as its update, or that of the optimizer it wraps, treats
-    each element alone."""
+    """Whether the innermost optimizer can step a tensor piece by piece, as it treats each element alone."""
     return goes_in_pieces(optimizer.inner) if isinstance(optimizer, Parameterwise) else is_elementwise(optimizer)
 
 

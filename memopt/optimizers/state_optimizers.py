@@ -31,12 +31,10 @@ def blocks_of(elements: int) -> int:
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> None:
     """Write the codes (uint8, one for each value) and scales (float32, one for each block of `BLOCK` values) of
-    1-dimensional float32 `values`, which are overwritten. With `signed` the codes stand for values of either sign,
-    without it for values from 0 on.
+    1-dimensional float32 `values`, which are overwritten. Without `signed` values are from 0 on.
 
-    Unsigned values other than 0 never become 0, since Adam divides by them. A block with infinity or NaN is NaN when it
-    is dequantised.
-    """
+    Unsigned values other than 0 never become 0, since Adam divides by them. A block with infinity or NaN becomes
+    NaN."""
     for part, its_codes, its_scales in _blocks(values, codes, scales):
         low, high = torch.aminmax(part, dim=1)
         its_scales.copy_(torch.maximum(low.neg_(), high))
@@ -45,8 +43,7 @@ def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *,
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """The float32 values of 1-dimensional `codes` and `scales` that `quantize` wrote with the same `signed`, in a new
-    tensor."""
+    """The float32 values of 1-dimensional `codes` and `scales` that `quantize` wrote, in a new tensor."""
     values = torch.empty_like(codes, dtype=torch.float32)
     book = torch.tensor(code_values(signed), device=codes.device)
     for part, its_codes, its_scales in _blocks(values, codes, scales):
@@ -83,8 +80,7 @@ def code_values(signed: bool) -> tuple[float, ...]:
 
 
 def _boundaries(signed: bool, device: torch.device) -> torch.Tensor:
-    """The limits between codes, half-way between their values; an unsigned value gets the code of 0 only where it is
-    0."""
+    """The limits between codes, half-way between their values; only an unsigned 0 gets the code of 0."""
     values = code_values(signed)
     middles = [(left + right) / 2 for left, right in itertools.pairwise(values)]
     return torch.tensor(middles if signed else [0.0, *middles[1:]], device=device)

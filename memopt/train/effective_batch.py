@@ -1,6 +1,5 @@
 """The microbatches between two optimizer steps. Their gradients and losses are summed over all ranks, each weighted by
-the number of terms in its mean loss; and batches are split into microbatches where the step would not fit its
-budget."""
+the number of terms in its mean loss. Batches are split where the step would not fit its budget."""
 
 from __future__ import annotations
 
@@ -54,15 +53,13 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def gradients_kept_here(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which backwards of `DistributedDataParallel` do not exchange gradients (`no_sync`); the next
-    backward outside exchanges their sum. For sharded parameters it does nothing: gradients that are not exchanged would
-    be held unsharded."""
+    """A context in which backwards of `DistributedDataParallel` do not exchange gradients (`no_sync`); the next one
+    outside exchanges their sum. It does nothing for sharded parameters, whose gradients would be held unsharded."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def mean_over_ranks(values: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """The mean of each element of `values` over the ranks that train `model`; `values` themselves if there is only
-    one."""
+    """The mean of each element of `values` over the ranks that train `model`; `values` themselves on one rank."""
     for group in groups_of(model):
         total = values.clone()
         distributed.all_reduce(total, group=group)
@@ -73,8 +70,7 @@ def mean_over_ranks(values: torch.Tensor, model: nn.Module) -> torch.Tensor:
 IGNORED = -100
 """The target that torch's cross entropy and Hugging Face's losses ignore."""
 SHIFTING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""Parts of the names of Hugging Face's loss types, and of models without one, whose loss compares position t with label
-t + 1."""
+"""Parts of the names of Hugging Face's loss types, or models, whose loss compares position t with label t + 1."""
 
 Count = Callable[[Any], Any]
 
@@ -204,8 +200,7 @@ class EffectiveBatch:
 
 
 def as_count(count: int | float | torch.Tensor, like: EffectiveBatch) -> torch.Tensor:
-    """`count` as a 0-dimensional tensor on the device and in the dtype of `like.tokens`, without waiting for that
-    device."""
+    """`count` as a 0-dimensional tensor like `like.tokens`, in dtype and device, without waiting for that device."""
     home = like.tokens
     if isinstance(count, torch.Tensor) and count.device == home.device:
         return count.to(home.dtype)
@@ -217,8 +212,7 @@ def as_count(count: int | float | torch.Tensor, like: EffectiveBatch) -> torch.T
 
 
 MOST_SIGNATURES = 256
-"""The number of batch signatures for which the number of pieces is remembered; batches of dropped ones are planned
-again."""
+"""The number of batch signatures for which the number of pieces is remembered."""
 
 
 class Splitting:
@@ -230,8 +224,7 @@ class Splitting:
         self._pieces: LruCache[str, int] = LruCache(MOST_SIGNATURES)
 
     def pieces(self, batch: Any) -> int:
-        """The number of pieces into which `batch` is split: `microbatches` if set; else what `more` has found for its
-        signature, or 1."""
+        """The number of pieces into which `batch` is split: `microbatches`, or what `more` has found, or 1."""
         return self.fixed or (self._pieces.get(_signature_of(batch)) if self._pieces else None) or 1
 
     def more(self, batch: Any, refused: BudgetError) -> int:

@@ -40,8 +40,7 @@ class RunState:
         self.step = step
 
     def state_dict(self) -> StateDict:
-        """The state to save or to load into: model and optimizers, sharded as on the ranks, and the state of the
-        loop."""
+        """The state to save or to load into: model and optimizers, sharded as on the ranks, and the loop's."""
         from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
 
         if calls := self.step.effective_batch.calls:
@@ -56,8 +55,7 @@ class RunState:
         return {MODEL: model, OPTIMIZERS: optimizers, LOOP: file.getvalue()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Set the model, the optimizers and the state of the loop to a state that `torch.distributed.checkpoint` has
-        loaded."""
+        """Set model, optimizers and loop to a state that `torch.distributed.checkpoint` has loaded."""
         from torch.distributed.checkpoint.state_dict import set_state_dict  # it takes a second to import
 
         saved = state[LOOP]

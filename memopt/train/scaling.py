@@ -22,8 +22,7 @@ from memopt.run.session import session_of
 
 
 class _Verdict:
-    """Whether an effective batch was skipped: a bool on the host, or a tensor (1 for skipped) that is still on a
-    device."""
+    """Whether an effective batch was skipped: a bool on the host, or a tensor (1 for skipped) on a device."""
 
     def __init__(self, skipped: bool | torch.Tensor) -> None:
         self._flag, self._arrived = skipped, None
@@ -109,9 +108,8 @@ class Scaling:
         """Divide the gradients by the scale. Returns a tensor on the device: 1.0 if the step is to be skipped, else
         0.0.
 
-        It is skipped if `finite` is false (the loss is not finite), or any gradient of any optimizer is not. A
-        `GradScaler` decides for each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one
-        is in all."""
+        It is skipped if `finite` is false (the loss is not finite), or any gradient of any optimizer is not, as the
+        gradients of all are clipped by one norm; a `GradScaler` decides for each optimizer alone."""
         self._unscaled = True
         for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
@@ -183,10 +181,7 @@ def check_autocast(autocast: Any, model: nn.Module) -> None:
 
 def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Step the optimizer by the scaler. Returns whether the optimizer's `step` ran, which `GradScaler.step` does not
-    report.
-
-    The `step` of a fused optimizer always runs, and may skip the update inside.
-    """
+    report; that of a fused optimizer always runs, and may skip the update inside."""
     ran: list[bool] = []
     handle = optimizer.register_step_post_hook(lambda *_: ran.append(True))
     try:
