@@ -216,9 +216,8 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         (masking, "find_packed_sequence_indices", _finding_packed),
         (collecting, "maybe_install_capturing_hooks", _installing_while_traced),
     ]
-    if idle is not None:  # around the change above
-        skipped = "find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"
-        changes += [(masking, name, _unless_idle) for name in skipped]
+    if idle is not None:
+        changes += [(masking, f"_ignore_{kind}_mask_sdpa", _unless_idle) for kind in ("causal", "bidirectional")]
     token = _IDLE.set(idle)
     try:
         with ExitStack() as stack:
@@ -269,8 +268,8 @@ def _has_values(value: Any) -> TypeGuard[torch.Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _unless_idle(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of transformers whose first argument is a mask or positions: it gets None there if Dynamo traces
-    it with those of the call that mask nothing."""
+    """Wraps a function of transformers whose first argument is a mask: it gets None there if Dynamo traces it with the
+    call's mask, or positions, that mask nothing."""
     from torch._dynamo.comptime import comptime
     from torch._dynamo.eval_frame import skip_code
 
@@ -319,8 +318,10 @@ def _installing_while_traced(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _note_counting(context: Any) -> None:
-    """Set the traced function's local variable `counts_up` to True if its positions are plainly 0, 1, 2 and so on."""
-    _note(context, "counts_up", _counts_up(_node_of(context, "position_ids")))
+    """Set the traced function's local variable `counts_up` to True if its positions are plainly 0, 1, 2 and so on, or
+    those of the call that mask nothing."""
+    node = _node_of(context, "position_ids")
+    _note(context, "counts_up", _counts_up(node) or _is_idle(node))
 
 
 def _note_idle(context: Any) -> None:
@@ -348,7 +349,8 @@ def _is_idle(node: fx.Node | None) -> bool:
     while node is not None and node.op != "placeholder":
         tensors = [source for source in node.all_input_nodes if _is_tensor(source)]
         node = tensors[0] if len(tensors) == 1 and node.target in _SAME_VALUES else None
-    return node is not None and getattr(node.meta.get("grapharg"), "example", None) is _IDLE.get()
+    idle = _IDLE.get()
+    return node is not None and idle is not None and getattr(node.meta.get("grapharg"), "example", None) is idle
 
 
 def _counts_up(node: fx.Node | None) -> bool:

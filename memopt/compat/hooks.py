@@ -49,11 +49,11 @@ def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return list((tensor._backward_hooks or {}).values())
 
 
-class DeferredHook:
-    """A hook that the user has added to a tensor with a `DeferredHooks` table; `own` is the user's function. When
+class _DeferredHook:
+    """A hook that the user has added to a tensor with a `_DeferredHooks` table; `own` is the user's function. When
     autograd calls the hook, that function is called only while the table's attribute `at_once` is true."""
 
-    def __init__(self, own: Callable[..., Any], table: DeferredHooks) -> None:
+    def __init__(self, own: Callable[..., Any], table: _DeferredHooks) -> None:
         self.own, self._table = own, weakref.ref(table)
 
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -61,7 +61,7 @@ class DeferredHook:
         return self.own(gradient) if table is not None and table.at_once else None
 
 
-class DeferredHooks(OrderedDict[int, Any]):
+class _DeferredHooks(OrderedDict[int, Any]):
     """The table in which `Tensor.register_hook` puts the hooks of a tensor. While `at_once` is false, as it is at
     first, autograd's calls of these hooks do nothing: memopt (`InnerOutputs`) calls the user's functions, `own`, once
     the whole gradient of the tensor is known."""
@@ -74,22 +74,22 @@ class DeferredHooks(OrderedDict[int, Any]):
         super().__setitem__(_FIRST, first)
 
     def __setitem__(self, key: int, hook: Callable[..., Any]) -> None:
-        super().__setitem__(key, DeferredHook(hook, self))
+        super().__setitem__(key, _DeferredHook(hook, self))
 
     @property
     def own(self) -> list[Callable[..., Any]]:
         """The functions that the user has added as hooks."""
-        return [hook.own for hook in self.values() if isinstance(hook, DeferredHook)]
+        return [hook.own for hook in self.values() if isinstance(hook, _DeferredHook)]
 
 
 _FIRST = -1
 """A key that no hook of torch's has."""
 
 
-def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
-    """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it. Autograd calls
-    `first` with the gradient; the caller has to call hooks that are added later. It does not keep the tensor alive."""
-    return _put_in(tensor, DeferredHooks(first))
+def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> _DeferredHooks:
+    """Put a new table in a tensor, which is no leaf and has no hooks yet, and return it. Autograd calls `first` with
+    the gradient; the caller has to call hooks that are added later. The table does not keep the tensor alive."""
+    return _put_in(tensor, _DeferredHooks(first))
 
 
 def hooks_to_come(tensor: torch.Tensor) -> dict[int, Any]:

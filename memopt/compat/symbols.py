@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,32 +25,23 @@ PRIVATE_NAMES = private("""
 """)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    values: Mapping[str, int] = field(default_factory=dict)
-    may_be_smaller: bool = False
-
-
-_known_sizes: ContextVar[_Sizes | None] = ContextVar("known_sizes", default=None)
-
-
-def known_sizes(sizes: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Context in which `upper_bound` uses these values for symbols, by symbol name."""
-    return _taking(_Sizes(sizes))
-
-
-def sizes_up_to(largest: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Context in which `upper_bound` assumes each of these symbols, by name, to be at most the given value."""
-    return _taking(_Sizes(largest, may_be_smaller=True))
+_known_sizes: ContextVar[tuple[Mapping[str, int], bool] | None] = ContextVar("known_sizes", default=None)
+"""The values of symbols by their names, and whether they may be smaller."""
 
 
 @contextmanager
-def _taking(sizes: _Sizes) -> Iterator[None]:
-    token = _known_sizes.set(sizes)
+def known_sizes(sizes: Mapping[str, int], *, may_be_smaller: bool = False) -> Iterator[None]:
+    """Context in which `upper_bound` uses these values for symbols, by symbol name."""
+    token = _known_sizes.set((sizes, may_be_smaller))
     try:
         yield
     finally:
         _known_sizes.reset(token)
+
+
+def sizes_up_to(largest: Mapping[str, int]) -> AbstractContextManager[None]:
+    """Context in which `upper_bound` assumes each of these symbols, by name, to be at most the given value."""
+    return known_sizes(largest, may_be_smaller=True)
 
 
 def fixed_float(value: object) -> float | None:
@@ -89,12 +79,12 @@ def upper_bound(size: torch.SymInt) -> int:
     It is computed from `known_sizes` or `sizes_up_to` where these name its symbols, else from its hint if it has one,
     else from the bounds of the symbols; it is never below 0. Raises `CaptureError` if a symbol has no bound."""
     node: Any = size.node
-    known = _known_sizes.get() or _Sizes()
-    values = {s: known.values[s.name] for s in node.expr.free_symbols if s.name in known.values}
+    known, may_be_smaller = _known_sizes.get() or ({}, False)
+    values = {s: known[s.name] for s in node.expr.free_symbols if s.name in known}
     if not values and node.has_hint():
         return int(node.hint)
     bound = _bound(node, values)
-    if known.may_be_smaller and not _grows(node.expr):
+    if may_be_smaller and not _grows(node.expr):
         for symbol in values:
             least = node.shape_env.bound_sympy(symbol).lower
             fewer = {**values, symbol: int(least) if _is_limit(least) and least > 0 else 0}

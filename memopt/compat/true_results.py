@@ -30,28 +30,24 @@ _SMALL = 4
 """Sizes up to this one are not replaced by smaller ones."""
 
 
-class _SmallOperands:
-    """The arguments of a call with large sizes replaced by small ones: equal sizes by equal ones, in the same order. A
-    symbol counts as the value that it had when it was made; no size may depend on data."""
+def _made_small(
+    args: Any, kwargs: Any, make: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with large sizes replaced by small ones: equal sizes by equal ones, in the same order.
+    `make` makes each tensor from one on "meta" that has its shape, strides and dtype. A symbol counts as the value that
+    it had when it was made; no size may depend on data."""
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    sizes = {size for tensor in tensors for size in _as_seen(tensor.shape)}
+    large = sorted(size for size in sizes if size > _SMALL)
+    numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(large)}
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self._arguments = args, kwargs
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        sizes = {size for tensor in tensors for size in _as_seen(tensor.shape)}
-        large = sorted(size for size in sizes if size > _SMALL)
-        self._numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(large)}
+    def small(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return make(_small_like(leaf, numbers))
+        return size_seen(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
-    def made(self, make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The positional and the keyword arguments. `make` makes each tensor from one on "meta" that has its shape,
-        strides and dtype."""
-
-        def small(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                return make(_small_like(leaf, self._numbers))
-            return size_seen(leaf) if isinstance(leaf, torch.SymInt) else leaf
-
-        positional, named = tree_map(small, self._arguments)
-        return [_small_sizes(argument, self._numbers) for argument in positional], named
+    positional, named = tree_map(small, (args, kwargs))
+    return [_small_sizes(argument, numbers) for argument in positional], named
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -60,10 +56,9 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
-def _as_seen(sizes: Iterable[int | torch.SymInt]) -> list[int]:
+def _as_seen(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
     """Sizes or strides, where a symbol counts as the value that it had when it was made. None may depend on data."""
-    seen: list[Any] = list(map(size_seen, sizes))
-    return seen
+    return list(map(size_seen, sizes))
 
 
 def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
@@ -82,8 +77,7 @@ def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
 def _small_sizes(argument: Any, numbers: dict[int, int]) -> Any:
     """An argument with sizes replaced as `numbers` says, if it is a list or tuple; any other one as it is."""
     if isinstance(argument, (list, tuple)):
-        seen = (size_seen(entry) if isinstance(entry, torch.SymInt) else entry for entry in argument)
-        return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in seen)
+        return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in argument)
     return argument
 
 
@@ -137,7 +131,6 @@ class _Corrected:
     def _tried(self, func: Any, types: Any, args: Any, kwargs: Any) -> list[_Layout | None]:
         """The layout of each result of a call on small real tensors, None where a fake result has the same. Empty if
         all have, or the call fails."""
-        operands = _SmallOperands(args, kwargs)
 
         def real(meta: torch.Tensor) -> torch.Tensor:
             made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
@@ -150,9 +143,9 @@ class _Corrected:
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         try:
             with plain_tensors(), without_torch_functions(), torch.no_grad():
-                positional, named = operands.made(real)
+                positional, named = _made_small(args, kwargs, real)
                 true = tree_leaves(func(*positional, **named))
-                positional, named = operands.made(fake)
+                positional, named = _made_small(args, kwargs, fake)
                 guessed = tree_leaves(self.fake(func, types, tuple(positional), named))
         except Exception:  # an operator may refuse made-up values and sizes with any error
             return []
@@ -252,14 +245,13 @@ def raising_for_refused_dtypes() -> RunningBy:
 
 def _try(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
     """Run a call on small tensors. Raises the error of that run, unless the call fails in fp32 as well."""
-    operands = _SmallOperands(args, kwargs)
 
     def run(low: bool) -> None:
         def made(meta: torch.Tensor) -> torch.Tensor:
             dtype = torch.float32 if meta.dtype in _LOW and not low else meta.dtype
             return torch.empty_strided(meta.shape, meta.stride(), dtype=dtype, device=device).fill_(1)
 
-        positional, named = operands.made(made)
+        positional, named = _made_small(args, kwargs, made)
         func(*positional, **named)
 
     with plain_tensors(), without_torch_functions(), torch.no_grad():

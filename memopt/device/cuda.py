@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from memopt.compat.card_allocator import turn_on_expandable_segments
-from memopt.compat.card_attention import CardAttention
+from memopt.compat.card import CardAttention, turn_on_expandable_segments
 from memopt.compat.operators import (
     composite_kernel,
     cuda_autocast_names,
