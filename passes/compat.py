@@ -38,25 +38,26 @@ class Private:
         return f"{self.module}.{self.attributes}"
 
 
-_ENTRY = re.compile(r"([\w.]+):\s+([^\[]+)(?:\[(.+)\])?", re.DOTALL)
-_NAME = re.compile(r"([\w.]+)(\([^)]*\))?")
+_NAME = re.compile(r"([\w.]+)(\([^)]*\))?(\?)?")
 
 
 def private(declared: str) -> tuple[Private, ...]:
     """Declares private names, as one `Private` each. An entry begins on a line of its own with a module and a colon.
-    The names follow, each perhaps with the arguments of its call in parentheses, then facts that hold for all of them:
-    `torch.nn: Module._apply(self, fn) ._call_impl [optional, since 2.13, until 2.14]`. A name that begins with a dot is
-    of the class before it. Attributes that only instances have are optional: they cannot be looked up on the class."""
+    The names follow, each perhaps with the arguments of its call in parentheses and a "?" if memopt can do without it,
+    then the versions that have all of them: `torch.nn: Module._apply(self, fn) ._buffers? [since 2.13, until 2.14]`. A
+    name that begins with a dot is of the class before it. Attributes that only instances have get a "?", too: they
+    cannot be looked up on the class."""
     found = []
     for entry in re.split(r"\n\s*(?=[\w.]+:\s)", declared.strip()):
-        module, names, facts = _ENTRY.fullmatch(entry).groups(default="")  # type: ignore[union-attr]
+        module, _, rest = entry.partition(":")
+        names, _, facts = rest.partition("[")
         since, until = _version(facts, "since") or (0, 0), _version(facts, "until") or (999, 0)
         owner = ""
-        for name, call in _NAME.findall(names):
+        for name, call, optional in _NAME.findall(names):
             path = owner + name if name.startswith(".") else name
             owner = path.rpartition(".")[0]
             arguments = " ".join(call[1:-1].split()) if call else None
-            found.append(Private(module, path, arguments, since, until, "optional" not in facts))
+            found.append(Private(module, path, arguments, since, until, not optional))
     return tuple(found)
 
 
@@ -114,12 +115,12 @@ def _set_all(replacements: Sequence[Replacement]) -> None:
 
 
 PRIVATE_NAMES = private("""
-    torch._ops: OpOverload._schema ._overloadname [optional]
-    torch.fx: Graph._graph_namespace Node._erased [optional]
-    torch.fx.graph: _Namespace._obj_to_name [optional]
+    torch._ops: OpOverload._schema? ._overloadname?
+    torch.fx: Graph._graph_namespace? Node._erased?
+    torch.fx.graph: _Namespace._obj_to_name?
     torch._dispatch.python: enable_python_dispatcher
     torch.fx.experimental.symbolic_shapes: statically_known_true free_unbacked_symbols GuardOnDataDependentSymNode
-    torch.fx.experimental.sym_node: SymNode.has_hint .hint [optional]
+    torch.fx.experimental.sym_node: SymNode.has_hint? .hint?
 """)
 
 

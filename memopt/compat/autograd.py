@@ -24,8 +24,7 @@ PRIVATE_NAMES = private("""
     torch._C: _will_engine_execute_node _current_autograd_node _current_graph_task_id
     torch._C._autograd: _get_current_graph_task_keep_graph
     torch.autograd: _get_sequence_nr _engine_run_backward(outputs) Variable._execution_engine.queue_callback
-    torch.autograd.graph: Node._sequence_nr _engine_run_backward(outputs)
-    torch.autograd.graph: Node._input_metadata [optional]
+    torch.autograd.graph: Node._sequence_nr ._input_metadata? _engine_run_backward(outputs)
     torch._C._functorch: maybe_current_level is_batchedtensor is_legacy_batchedtensor
     torch.autograd.forward_ad: _current_level
     torch.utils.checkpoint: _StopRecomputationError

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from passes.compat import private
 
 PRIVATE_NAMES = private("""
-    torch._C: _accelerator_setAllocatorSettings [optional]
+    torch._C: _accelerator_setAllocatorSettings?
     torch: _scaled_dot_product_attention_math(query, key, value, mask, dropout, is_causal, scale=, enable_gqa=)
 """)
 

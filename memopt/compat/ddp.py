@@ -17,9 +17,8 @@ from passes.compat import private
 # DDP's own mixed precision calls the reducer's hooks from Python.
 PRIVATE_NAMES = private("""
     torch.nn.parallel.distributed: DistributedDataParallel._get_active_ddp_module ._build_params_for_reducer
-        ._get_ddp_logging_data
-    torch.nn.parallel.distributed: DistributedDataParallel._delay_all_reduce_all_params ._use_python_reducer
-        ._ddp_sink_clone ._static_graph_delay_allreduce_enqueued ._join_config [optional]
+        ._get_ddp_logging_data ._delay_all_reduce_all_params? ._use_python_reducer? ._ddp_sink_clone?
+        ._static_graph_delay_allreduce_enqueued? ._join_config?
     torch._C._distributed_c10d: Reducer._autograd_hook ._remove_autograd_hooks
     torch.distributed.distributed_c10d: _get_default_store
 """)

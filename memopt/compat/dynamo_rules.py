@@ -16,12 +16,11 @@ import torch
 from passes.compat import Replacement, private
 
 PRIVATE_NAMES = private("""
-    torch._dynamo.variables: TensorVariable.method_requires_grad_(self, tx, requires_grad)
-        GetAttrVariable.call_method(self, tx, name, args, kwargs)
-    torch._dynamo.variables: TensorVariable.method_addcdiv_ .method_addcmul_ .method_add_ .method_backward [optional]
+    torch._dynamo.variables: TensorVariable.method_requires_grad_(self, tx, requires_grad) .method_addcdiv_?
+        .method_addcmul_? .method_add_? .method_backward? GetAttrVariable.call_method(self, tx, name, args, kwargs)
     torch._dynamo.variables.ctx_manager: GradModeVariable._call_func(self, tx, values)
     torch._C: _set_grad_enabled
-    torch._dynamo.variables.tensor: TensorVariable.tp_methods [optional, since 2.15]
+    torch._dynamo.variables.tensor: TensorVariable.tp_methods? [since 2.15]
     torch._dynamo.variables.torch: tracing_state_functions() TorchInGraphFunctionVariable._get_handlers()
         .call_function(self, tx, args, kwargs)
     torch._dynamo.variables.base: VariableTracker.is_tensor(self) .as_proxy(self)

@@ -30,13 +30,13 @@ from passes.compat import private, replaced
 
 # transformers 4.56 and later.
 PRIVATE_NAMES = private("""
-    torch._ops: OpOverload.py_kernels ._dispatch_cache ._op_dk [optional]
+    torch._ops: OpOverload.py_kernels? ._dispatch_cache? ._op_dk?
     torch._C: DispatchKey _dispatch_get_all_op_names _get_mkldnn_enabled _set_mkldnn_enabled
     torch._inductor.config: fallback_random
     torch._decomp.decompositions: upsample_compute_output_size
-    transformers.masking_utils: find_packed_sequence_indices(position_ids) _ignore_causal_mask_sdpa
-        _ignore_bidirectional_mask_sdpa [optional]
-    transformers.utils.output_capturing: maybe_install_capturing_hooks(model) [optional]
+    transformers.masking_utils: find_packed_sequence_indices(position_ids)? _ignore_causal_mask_sdpa?
+        _ignore_bidirectional_mask_sdpa?
+    transformers.utils.output_capturing: maybe_install_capturing_hooks(model)?
     torch._dynamo.comptime: comptime ComptimeContext._i_will_not_complain_if_bc_breaks_InstructionTranslator
     torch._dynamo.eval_frame: skip_code
     torch._dynamo.variables: ConstantVariable.create

@@ -24,13 +24,12 @@ from memopt.compat.tensors import users_of
 from passes.compat import private
 
 PRIVATE_NAMES = private("""
-    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._is_root ._auto_reshard_after_forward [optional]
-    torch.distributed.fsdp._fully_shard._fsdp_param_group: FSDPParamGroup.post_forward_mesh_info .mesh_info
-        ._all_gather_process_group [optional]
-    torch.distributed.fsdp._fully_shard._fsdp_param: FSDPParam._sharded_param_data [optional]
-    torch.distributed.pipelining.schedules: _PipelineSchedule
-    torch.distributed.pipelining.schedules: _PipelineSchedule._n_microbatches ._loss_fn ._has_backward ._split_inputs
-        PipelineScheduleSingle._stage PipelineScheduleMulti._stages [optional]
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._is_root? ._auto_reshard_after_forward?
+    torch.distributed.fsdp._fully_shard._fsdp_param_group: FSDPParamGroup.post_forward_mesh_info? .mesh_info?
+        ._all_gather_process_group?
+    torch.distributed.fsdp._fully_shard._fsdp_param: FSDPParam._sharded_param_data?
+    torch.distributed.pipelining.schedules: _PipelineSchedule _PipelineSchedule._n_microbatches? ._loss_fn?
+        ._has_backward? ._split_inputs? PipelineScheduleSingle._stage? PipelineScheduleMulti._stages?
 """)
 
 ALL = sys.maxsize

@@ -19,15 +19,12 @@ from passes.compat import Replacement, private, replaced
 PRIVATE_NAMES = private("""
     torch._subclasses.fake_tensor: FakeTensor FakeTensorMode DataDependentOutputException DynamicOutputShapeException
         FakeTensorConverter.from_meta_and_device(self, mode, tensor, device)
-        FakeTensorMode.from_tensor(self, tensor, symbolic_context=, source=, trace=)
-        FakeTensor.__init__(self, mode, meta, device, constant)
-    torch._subclasses.fake_tensor: FakeTensor.fake_device FakeTensorMode.fake_tensor_converter .shape_env [optional]
+        FakeTensorMode.from_tensor(self, tensor, symbolic_context=, source=, trace=) .fake_tensor_converter? .shape_env?
+        FakeTensor.__init__(self, mode, meta, device, constant) .fake_device?
     torch._subclasses.fake_impls: op_implementations_dict
     torch._prims_common: suggest_memory_format
-    torch._guards: TracingContext.get
-    torch._guards: TracingContext.fake_mode .tensor_to_context [optional]
-    torch.fx.experimental.symbolic_shapes: ShapeEnv.ignore_fresh_unbacked_symbols
-    torch.fx.experimental.symbolic_shapes: ShapeEnv.fake_tensor_cache [optional]
+    torch._guards: TracingContext.get .fake_mode? .tensor_to_context?
+    torch.fx.experimental.symbolic_shapes: ShapeEnv.ignore_fresh_unbacked_symbols .fake_tensor_cache?
 """)
 
 

@@ -18,12 +18,12 @@ from passes.compat import private, replaced
 
 PRIVATE_NAMES = private("""
     torch.distributed.fsdp: FSDPModule._get_fsdp_state
-    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_groups [optional, since 2.13]
-    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_group [optional, until 2.11]
-    torch.distributed.fsdp._fully_shard._fsdp_param_group: FSDPParamGroup._all_gather_comm ._reduce_scatter_comm
-        ._partial_reduce_output [optional]
-    torch.distributed.fsdp._fully_shard._fsdp_param: FSDPParam._unsharded_param .unsharded_accumulated_grad
-        .is_dtensor [optional]
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_groups? [since 2.13]
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_group? [until 2.11]
+    torch.distributed.fsdp._fully_shard._fsdp_param_group: FSDPParamGroup._all_gather_comm? ._reduce_scatter_comm?
+        ._partial_reduce_output?
+    torch.distributed.fsdp._fully_shard._fsdp_param: FSDPParam._unsharded_param? .unsharded_accumulated_grad?
+        .is_dtensor?
 """)
 
 

@@ -16,7 +16,7 @@ PRIVATE_NAMES = private("""
     torch: Tensor._backward_hooks ._post_accumulate_grad_hooks
     torch.autograd.graph: Node._register_hook_dict
     torch._C: DisableTorchFunctionSubclass
-    torch._higher_order_ops.register_hook: RegisterHookOp.__call__ [optional, since 2.13]
+    torch._higher_order_ops.register_hook: RegisterHookOp.__call__? [since 2.13]
 """)
 
 _Leaf = TypeVar("_Leaf", bound=torch.Tensor)

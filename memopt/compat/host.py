@@ -24,7 +24,7 @@ from passes.compat import private
 # `RuntimeError`; `_construct_storage_from_data_pointer` makes a storage in memory that it does not own.
 PRIVATE_NAMES = private("""
     torch._C._autograd: _profiler_enabled DeviceType
-    libc10: _ZN3c1025profiledCPUMemoryReporterEv _ZN3c1025ProfiledCPUMemoryReporter3NewEPvm [optional]
+    libc10: _ZN3c1025profiledCPUMemoryReporterEv? _ZN3c1025ProfiledCPUMemoryReporter3NewEPvm?
     torch._C: _set_throw_on_mutable_data_ptr _construct_storage_from_data_pointer
 """)
 

@@ -34,7 +34,7 @@ PRIVATE_NAMES = private("""
     torch._inductor.virtualized: V.set_fake_mode .set_choices_handler
     torch._inductor.choices: InductorChoices
     torch._inductor.runtime.benchmarking: benchmarker.benchmark_gpu
-    torch._ops: HigherOrderOperator.python_key_table [optional]
+    torch._ops: HigherOrderOperator.python_key_table?
 """)
 
 

@@ -32,9 +32,9 @@ PRIVATE_NAMES = private("""
     torch._inductor.ir: ExternKernel.require_exact_strides(value, strides, allow_padding=)
         FlexibleLayout.stride_ordered_for_memory_format
     torch._inductor.virtualized: V
-    torch._inductor.graph: GraphLowering.nodes_prefer_channels_last .operations [optional]
+    torch._inductor.graph: GraphLowering.nodes_prefer_channels_last? .operations?
     torch._library.utils: get_layout_constraint_tag(op, with_default=) is_builtin
-    torch._inductor.custom_graph_pass: CustomSchedulerPass [optional, since 2.13]
+    torch._inductor.custom_graph_pass: CustomSchedulerPass? [since 2.13]
     torch._inductor.custom_graph_pass: CustomGraphPass
     torch._inductor.dependencies: WeakDep(name, mutating, is_fake=)
     torch._inductor.scheduler: NodeUser(node, is_weak=) Scheduler.topological_sort_schedule .compute_ancestors

@@ -35,10 +35,9 @@ PRIVATE_NAMES = private("""
     torch._dynamo.compiled_autograd: _disable
     torch._dynamo.utils: preserve_rng_state
     torch._functorch._aot_autograd.schemas: OutputType.alias_of_input .is_input MemoryFormatMeta.from_tensor(tensor)
-        MemoryFormatMeta(memory_format=)
-    torch._functorch._aot_autograd.schemas: JointWithDescriptors._aot_state ._aot_graph_capture AOTState.needs_autograd
-        .fw_metadata .aot_config .fake_mode ViewAndMutationMeta.output_info .input_info .dynamic_saved_tensors_idxs
-        .subclass_inp_meta .bw_donated_idxs [optional]
+        MemoryFormatMeta(memory_format=) JointWithDescriptors._aot_state? ._aot_graph_capture? AOTState.needs_autograd?
+        .fw_metadata? .aot_config? .fake_mode? ViewAndMutationMeta.output_info? .input_info?
+        .dynamic_saved_tensors_idxs? .subclass_inp_meta? .bw_donated_idxs?
     torch._prims_common: suggest_memory_format
     torch._logging._internal: getArtifactLogger
     torch._dynamo.symbolic_convert: TensorifyState.force_specializations

@@ -30,8 +30,8 @@ from passes.compat import Replacement, private, replaced, replaced_all
 # `_compiled_call_impl` is what `Module.compile()` sets: an attribute of the instance (None on the class) that
 # `Module.__call__` prefers to `_call_impl`. Pickling and `copy.deepcopy` leave it out.
 PRIVATE_NAMES = private("""
-    torch.nn: Module._call_impl ._compiled_call_impl ._apply(self, fn, recurse)
-    torch.nn: Module._buffers ._modules ._parameters ._forward_hooks ._forward_pre_hooks [optional]
+    torch.nn: Module._call_impl ._compiled_call_impl ._apply(self, fn, recurse) ._buffers? ._modules? ._parameters?
+        ._forward_hooks? ._forward_pre_hooks?
     torch.utils.hooks: BackwardHook.__init__(self, module, full, before)
     torch.amp: GradScaler._found_inf_per_device(self, optimizer)
     torch.optim.optimizer: _foreach_supported_types _global_optimizer_pre_hooks _global_optimizer_post_hooks

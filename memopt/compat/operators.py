@@ -30,8 +30,7 @@ PRIVATE_NAMES = private("""
     torch._C: DisableTorchFunctionSubclass DisableTorchFunction _DisableAutocast DispatchKey
         _dispatch_has_kernel_for_dispatch_key _dispatch_get_registrations_for_dispatch_key _ForceDispatchKeyGuard
         _dispatch_tls_local_include_set _dispatch_tls_local_exclude_set _set_grad_enabled
-    torch._ops: OpOverload._op_dk ._schema ._overloadname [optional]
-    torch._ops: OpOverload HigherOrderOperator
+    torch._ops: OpOverload._op_dk? ._schema? ._overloadname? OpOverload HigherOrderOperator
     torch.utils._pytree: tree_flatten tree_leaves tree_map tree_unflatten
     torch.amp.autocast_mode: _enter_autocast _exit_autocast
     torch._C._autograd: _get_data_attr

@@ -16,12 +16,11 @@ from passes.compat import free_unbacked_symbols, private
 
 # No underscores, but undocumented.
 PRIVATE_NAMES = private("""
-    torch: SymInt.node [optional]
-    torch.fx.experimental.sym_node: SymNode.has_hint .hint .expr .shape_env .maybe_as_float [optional]
+    torch: SymInt.node?
+    torch.fx.experimental.sym_node: SymNode.has_hint? .hint? .expr? .shape_env? .maybe_as_float?
     torch.fx.experimental.symbolic_shapes: ShapeEnv.bound_sympy .produce_guards_expression .evaluate_guards_expression
-        rebind_unbacked guard_scalar
+        .guards? .replacements? .replacements_slocs? rebind_unbacked guard_scalar
     torch.utils._sympy.symbol: SymT.UNBACKED_FLOAT symbol_is_type
-    torch.fx.experimental.symbolic_shapes: ShapeEnv.guards .replacements .replacements_slocs [optional]
 """)
 
 

@@ -15,11 +15,11 @@ from memopt.compat.operators import plain_tensors
 from passes.compat import private
 
 PRIVATE_NAMES = private("""
-    torch: Tensor._make_wrapper_subclass ._indices ._values ._nested_tensor_size _mkldnn UntypedStorage._cdata
-        Tensor._is_view ._use_count
+    torch: Tensor._make_wrapper_subclass ._indices ._values ._nested_tensor_size ._is_view ._use_count _mkldnn
+        UntypedStorage._cdata
     torch._C: DisableTorchFunctionSubclass _storage_Use_Count
     torch.utils._python_dispatch: is_traceable_wrapper_subclass
-    torch.distributed.tensor: DTensor._local_tensor [optional]
+    torch.distributed.tensor: DTensor._local_tensor?
     torch._library.fake_class_registry: FakeScriptObject
 """)
 

@@ -22,13 +22,12 @@ from passes.compat import forget_erased, private, replaced
 # Of the last module nothing has an underscore, but what the functions return and take is not documented, and the method
 # of the mode is replaced.
 PRIVATE_NAMES = private("""
-    torch._guards: TracingContext.get tracing
-    torch._guards: TracingContext.module_context .fake_mode [optional]
+    torch._guards: TracingContext.get .module_context? .fake_mode? tracing
     torch.fx.experimental.proxy_tensor: get_proxy_mode track_tensor_tree ProxyTorchDispatchMode.__torch_dispatch__
     torch._functorch.partitioners: _extract_fwd_bwd_modules(joint, saved, symbols, num_fwd_outputs=)
     torch._prims.rng_prims: run_and_save_rng_state
     torch.fx.graph: _BoxedCodeGen
-    torch.fx: Graph._codegen [optional]
+    torch.fx: Graph._codegen?
     torch._functorch._aot_autograd.runtime_wrappers: _FirstInvocationContext.__init__
 """)
 
