@@ -60,8 +60,8 @@ def runs_node(node: Any) -> bool:
 
 def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
     """For each tensor input of the captured region whose backward runs: the leaf that was passed as this input, and
-    what autograd does with its gradient; (None, `Fate.RETURNED`) where the input was no leaf. A call for each input
-    would take longer than the rest of memopt's work in that backward."""
+    what autograd does with its gradient; (None, `Fate.RETURNED`) for no leaf. Looked up for all at once, to save
+    time."""
     nodes: list[Any] = [node for node, _ in current_node().next_functions]
     leaves = [getattr(node, "variable", None) for node in nodes]
     executes = torch._C._will_engine_execute_node
@@ -323,10 +323,9 @@ class Watcher(Protocol):
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
         """Called when a backward starts from `starts`, tensors or edges, that is to compute the gradients of `inputs`.
-        Returns the additions to these gradients, by position in `inputs`.
-
-        `order` is 0 unless the gradients get an autograd graph (`create_graph=True`), else 1 more than the highest
-        order of the gradients from which `starts` were computed. `frees` says that the backward frees its graph."""
+        Returns the additions to these gradients, by position. `order` is 0 unless the gradients get an autograd graph
+        (`create_graph=True`), else 1 more than the highest order of the gradients from which `starts` were computed.
+        `frees` says that the backward frees its graph."""
 
     def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Called after a backward whose gradients have a graph of their own. `gradients` has those that the backward

@@ -172,10 +172,8 @@ def is_exporting() -> bool:
 
 
 def keep_nodes(graph_module: fx.GraphModule) -> None:
-    """Prevent Dynamo from erasing the nodes of the graph that it passed to a backend once the compilation is over, also
-    where the backend raises an error.
-
-    Torch 2.15 then erases all nodes of the graph; torch 2.13 did so only where it traced the call again."""
+    """Prevent Dynamo from erasing the nodes of the graph that it passed to a backend once the compilation is over or
+    failed: torch 2.15 then erases all; torch 2.13 did so only where it traced the call again."""
     vars(graph_module.graph)["_clear_nodes"] = _clear_nothing
 
 
@@ -296,10 +294,9 @@ def forget_skipped() -> None:
 
 
 def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
-    """Whether any code object has several compilations by backends for which `is_ours` is true.
-
-    If a compilation broke the graph inside of a called function, its guards do not cover what that function read.
-    Dynamo tries the latest compilation first, so it may run where an earlier one ran before."""
+    """Whether any code object has several compilations by backends for which `is_ours` is true: where the graph broke
+    inside of a called function, guards do not cover what that read, and the latest may run in place of an earlier
+    one."""
     return any(sum(map(is_ours, backends)) > 1 for _, backends in _compiled_codes())
 
 
@@ -313,9 +310,8 @@ def _compiled_codes() -> Iterator[tuple[CodeType, list[Any]]]:
 
 
 def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
-    """A function that makes contexts in which the region that Dynamo now compiles can be compiled again later.
-
-    To be called inside a Dynamo backend."""
+    """A function that makes contexts in which the region that Dynamo now compiles can be compiled again later. To be
+    called inside a Dynamo backend."""
     context: Any = torch._guards.TracingContext.get()
     return lambda: torch._guards.tracing(context)
 

@@ -70,9 +70,8 @@ def eager_kernels() -> Iterator[None]:
 
 
 def dead_draws_kept() -> AbstractContextManager[None]:
-    """Context in which random operators without readers stay in traced graphs, since they advance the generator.
-
-    For this, torch reads inductor's setting `fallback_random` while it traces, whatever the backend."""
+    """Context in which random operators without readers stay in traced graphs, since they advance the generator: torch
+    reads inductor's setting `fallback_random` while it traces, whatever the backend."""
     import torch._inductor.config as inductor_config
 
     return inductor_config.patch(fallback_random=True)

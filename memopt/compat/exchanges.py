@@ -47,11 +47,9 @@ class _Block:
 
 
 class Resharding:
-    """Keeps the parameters of a model's last blocks gathered from their forward to their backward (`keep`), where
-    `fully_shard` would free (reshard) them after the forward.
-
-    Blocks whose `reshard_after_forward` the user has set to False or to a number of ranks are not changed. The last
-    blocks stay gathered for the shortest time, since their backward comes first."""
+    """Keeps the parameters of a model's last blocks, whose backward comes first, gathered from their forward to their
+    backward (`keep`), where `fully_shard` would free (reshard) them after the forward. Blocks whose
+    `reshard_after_forward` the user has set to False or to a number of ranks are not changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -213,11 +213,9 @@ def custom_function(
     forward: Callable[..., Any], backward: Callable[..., Any], not_differentiable: Sequence[int], *inputs: Any
 ) -> Any:
     """The outputs, for `inputs`, of an `autograd.Function` whose backward can be differentiated again: in the operator
-    that torch itself captures for one, second derivatives would silently be zero.
-
-    `forward(*inputs)` returns the outputs, and values for `backward`. `backward` takes the gradients of the outputs,
-    then these values, and returns the gradients of `inputs`. `not_differentiable` holds the positions of outputs
-    without gradients."""
+    that torch itself captures for one, second derivatives would silently be zero. `forward(*inputs)` returns the
+    outputs, and values for `backward`, which takes the gradients of the outputs, then these values, and returns the
+    gradients of `inputs`. `not_differentiable` holds the positions of outputs without gradients."""
     apply: Any = _Function.apply
     return apply(forward, backward, frozenset(not_differentiable), *inputs)
 

@@ -24,9 +24,7 @@ PRIVATE_NAMES = private("""
 
 def saved_by(node: Any) -> list[torch.Tensor]:
     """The tensors that an autograd node holds for its backward; none once they are freed, and where `note_packed` has
-    recorded hooks.
-
-    For a value that a saved-tensor hook has packed, the list has the tensors in what the hook returned. The node of an
+    recorded hooks. For a value that a saved-tensor hook has packed, those in what the hook returned; the node of an
     `autograd.Function` is read through the hooks, as in its backward, unless a saved tensor was changed in place."""
     saved: list[torch.Tensor] = []
     if _PACKED in node.metadata:

@@ -73,10 +73,9 @@ def has_unknown_float(value: Any) -> bool:
 
 
 def upper_bound(size: torch.SymInt) -> int:
-    """The largest value that a symbolic size may take.
-
-    It is computed from `known_sizes` or `sizes_up_to` where these name its symbols, else from its hint if it has one,
-    else from the bounds of the symbols; it is never below 0. Raises `CaptureError` if a symbol has no bound."""
+    """The largest value that a symbolic size may take: from `known_sizes` or `sizes_up_to` where these name its
+    symbols, else its hint if it has one, else from the bounds of the symbols; never below 0. Raises `CaptureError` if a
+    symbol has no bound."""
     node: Any = size.node
     known, may_be_smaller = _known_sizes.get() or ({}, False)
     values = {s: known[s.name] for s in node.expr.free_symbols if s.name in known}
@@ -202,10 +201,8 @@ _NO_LIMIT = 2**62
 
 
 class AssumedSizes:
-    """The conditions on the symbolic sizes of a region (`sizes`) under which its graphs are valid.
-
-    Dynamo itself checks only the conditions that it knows when its callback returns. Those that are found later, while
-    graphs are traced, are included here."""
+    """The conditions on the symbolic sizes of a region (`sizes`) under which its graphs are valid, also those that are
+    found after Dynamo's callback, while graphs are traced, and that Dynamo does not check."""
 
     def __init__(self, sizes: Sequence[torch.SymInt]) -> None:
         self._sizes = sizes

@@ -211,9 +211,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int, int]:
-    """Address → bytes of each storage on a device that holds a tensor among some values.
-
-    Each step calls it for all tensors that its model has and saves, so plain tensors are looked up inline."""
+    """Address → bytes of each storage on a device that holds a tensor among some values. Each step calls it for all
+    that its model has and saves, so plain tensors are looked up inline."""
     found: dict[int, int] = {}
     for value in values:
         if not isinstance(value, torch.Tensor) or value.device != device:

@@ -221,11 +221,9 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def raising_for_refused_dtypes() -> RunningBy:
-    """A context for calls on fakes that raises a kernel's own error where an operator takes no 16-bit operands.
-
-    Each kind of call with such operands is run once on small real tensors, and if that fails, once more in fp32. An
-    operator that fails in fp32 too may have refused the made-up values, so no error is raised; nor for random
-    operators, which would advance the generator."""
+    """A context for calls on fakes that raises a kernel's own error where an operator takes no 16-bit operands. Each
+    kind of call with such operands is run once on small real tensors, and if that fails, once more in fp32, to know
+    whether it only refuses the made-up values; random operators, which would advance the generator, are not."""
     tried: set[Hashable] = set()
 
     def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

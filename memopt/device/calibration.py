@@ -151,12 +151,9 @@ def calibrated_hardware(device: torch.device) -> Hardware:
 
 
 def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -> dict[OpCall, float]:
-    """Seconds of one run of each call among those that take most of a step, as timed on this machine, now or before.
-    Calls that cannot be timed (see `time_calls`) are left out.
-
-    Args:
-        expected: for each call, the seconds that all of its runs in a step together are expected to take.
-    """
+    """Seconds of one run of each call among those that take most of a step, as timed on this machine, now or before,
+    but for calls that cannot be timed (see `time_calls`). `expected` has the seconds that all runs of a call in a step
+    together are expected to take."""
     known = _read(device) or _Measured(calibrated_hardware(device))
     seconds = dict(known.seconds)
     wanted = dominant_calls(expected)

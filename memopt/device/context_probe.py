@@ -15,10 +15,9 @@ _LEAST, _MOST = 64 * 1024**2, 4 * 1024**3
 
 def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> int | None:
     """The bytes that a process holds on a GPU outside of torch's allocator once it has called the libraries that
-    training uses. They are measured as the fall of the GPU's free memory when such a process is started.
-
-    CUDA loads modules when their kernels are first called, so a large model may hold somewhat more. None where that
-    process fails or takes longer than `limit_seconds`, or where the figure is not credible."""
+    training uses: the fall of the GPU's free memory when such a process is started. CUDA loads modules when their
+    kernels are first called, so a large model may hold somewhat more. None where that process fails or takes longer
+    than `limit_seconds`, or where the figure is not credible."""
     before = torch.cuda.mem_get_info(device)[0]
     command = [sys.executable, str(Path(__file__)), str(device)]
     try:

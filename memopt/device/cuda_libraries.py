@@ -27,13 +27,10 @@ _PATIENCE_SECONDS = 1.0
 
 
 def start_libraries(device: torch.device) -> None:
-    """Make cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's.
-
-    Otherwise they do so at their first call, within a step, in a block that torch's allocator has cached. In the next
-    step that block is not free for the large value that was in it before.
-
-    Free segments are first returned to the card, since a workspace in a large segment would prevent its reuse. Only the
-    workspaces stay allocated. Raises `torch.OutOfMemoryError` where they have no room."""
+    """Make cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's: at their first
+    call within a step they would take a block of torch's allocator that held a large value before. Free segments are
+    first returned to the card, since a workspace in a large segment would prevent its reuse. Only the workspaces stay
+    allocated. Raises `torch.OutOfMemoryError` where they have no room."""
     torch.cuda.empty_cache()
     used: list[WeakStorage] = []
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
@@ -149,10 +146,8 @@ def _recorded(call: OpCall, args: Any, kwargs: Any) -> list[int]:
 
 def from_events(events: Sequence[int], outputs: Sequence[int]) -> OpDryRun:
     """The allocations and frees of an operator, from the bytes of each in order: positive for an allocation, negative
-    for a free. `outputs` has the bytes of each result.
-
-    `events` do not tell which block is freed: of several blocks of one size, the latest is assumed. The results are
-    among the blocks that are left."""
+    for a free, of the latest of several blocks of one size. `outputs` has the bytes of each result, among the blocks
+    that are left."""
     calls: list[BlockCall] = []
     alive: dict[int, int] = {}
     for number, nbytes in enumerate(events):

@@ -41,13 +41,11 @@ def dominant_calls(seconds: Mapping[OpCall, float], share: float = _SHARE) -> tu
 def time_calls(
     calls: Mapping[OpCall, float], device: torch.device, limit_seconds: float = LIMIT_SECONDS
 ) -> dict[OpCall, float]:
-    """Seconds of one run of each call on `device`. `calls` maps each call to the seconds that it is expected to take;
-    calls are timed in the order of this mapping.
-
-    A kernel that is shorter than its launch counts as long as the launch. Left out are calls that cannot run by
-    themselves (operators of other libraries, collectives, operators that refuse made-up values), that do not fit into
-    half of a GPU's free memory or 2 GB on the CPU, or that are expected to end after `limit_seconds` if they run twice.
-    Random states are restored."""
+    """Seconds of one run of each call on `device`, in the order of `calls`, which maps each call to the seconds that it
+    is expected to take. A kernel that is shorter than its launch counts as long as the launch. Left out are calls that
+    cannot run by themselves (operators of other libraries, collectives, operators that refuse made-up values), that do
+    not fit into half of a GPU's free memory or 2 GB on the CPU, or that are expected to end after `limit_seconds` if
+    they run twice. Random states are restored."""
     return in_own_thread(_time_all, calls, device, limit_seconds, torch.get_num_threads())
 
 

@@ -39,12 +39,9 @@ class Storages(Aliases):
 def find_storages(
     graph: fx.Graph, fused: frozenset[fx.Node] = frozenset(), reuses: Iterable[FoundReuse] = ()
 ) -> Storages:
-    """Returns the storages of a functional ATen graph; see `find_aliases`.
-
-    Each is as large as the storage of the fake tensor that is made in it. The values of `fused` nodes are never held.
-    The results of the calls in `reuses` are written over one of their operands. A copy in the host's memory
-    (`memopt::copy_out`) has no storage.
-    """
+    """Returns the storages of a functional ATen graph (see `find_aliases`), each as large as the storage of the fake
+    tensor made in it. The values of `fused` nodes are never held, the results of the calls in `reuses` are written over
+    one of their operands, and a copy in the host's memory (`memopt::copy_out`) has no storage."""
     return Storages(**vars(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses})))
 
 

@@ -51,24 +51,17 @@ class _Measured:
 
 
 def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
-    """Temporary bytes that the node's kernel holds beyond its inputs and outputs.
-
-    Args:
-        node: a node of an ATen graph with `meta["val"]` on itself and its arguments.
-        device_type: "cpu" (measured by running the op where that is cheap) or that of a card, "cuda" (estimated).
-        chip: the card's multiprocessors, on which some workspaces depend.
-    """
+    """Temporary bytes that the kernel of a node of an ATen graph holds beyond its inputs and outputs: on the host
+    measured by running the op where that is cheap, on a card ("cuda") estimated, for its `chip`."""
     call = op_call(node)
     return 0 if call is None else call_workspace_bytes(call, device_type, chip)
 
 
 def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, _Measured]:
-    """The measured workspace bytes, result bytes and seconds of each node's call. Every distinct call among the nodes
-    runs once on the CPU, on made-up tensors of the same shapes.
-
-    The results are cached in this process, and the global random state does not change. A call that is too large to
-    run, or cannot run on made-up values, gets an estimated workspace; its result bytes and seconds are None. A node
-    that calls no operator gets no workspace, and None for both."""
+    """The measured workspace bytes, result bytes and seconds of each node's call. Every distinct call runs once on the
+    CPU, on made-up tensors of the same shapes; the results are cached in this process, and the global random state does
+    not change. A call that is too large to run, or cannot run on made-up values, gets an estimated workspace; its
+    result bytes and seconds are None. A node that calls no operator gets no workspace, and None for both."""
     calls = {node: op_call(node) for node in nodes}
     found = _measured(call for call in calls.values() if call is not None)
     return {node: _NOTHING if call is None else found[call] for node, call in calls.items()}

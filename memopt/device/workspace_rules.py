@@ -231,10 +231,8 @@ def rule_name(call: OpCall) -> str:
 
 def by_rules(call: OpCall, rules: Mapping[str, Rule], *, pointwise: Rule = nothing, reduction: Rule = all_bytes) -> int:
     """The workspace bytes of a call by `rules`, which are for a kind of device, or else by those that hold on every
-    device.
-
-    Without a rule, operators on lists of tensors and those that return an alias hold nothing; pointwise ones and
-    reductions hold what `pointwise` and `reduction` say; all others are assumed to copy all their tensors once."""
+    device. Without a rule, operators on lists of tensors and those that return an alias hold nothing; pointwise ones
+    and reductions hold what `pointwise` and `reduction` say; all others are assumed to copy all their tensors once."""
     name = rule_name(call)
     rule = rules.get(name) or COMMON.get(name)
     if rule is not None:
