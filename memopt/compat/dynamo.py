@@ -13,7 +13,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -204,24 +204,14 @@ def compile_with(
 _OFF = "TORCHDYNAMO_DISABLE"
 
 
-class SeenSizes:
-    """The sizes that Dynamo saw in the calls of one compiled function; those that differ become symbols. By default,
-    Dynamo records them for the whole process, by the code of a layer or of the model's class: sizes that never change
-    in this model would become symbols because another model was called with other ones."""
+def sizes_apart() -> Callable[[], AbstractContextManager[None]]:
+    """A function that makes contexts, within `capture_settings`, in which Dynamo records the sizes of calls apart;
+    those that differ become symbols. By default it records them for the whole process, by the code of a layer or of the
+    model's class: sizes would become symbols because another model was called with other ones."""
+    from torch._dynamo import pgo
 
-    def __init__(self) -> None:
-        self._noted: Any = None
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Context, within `capture_settings`, in which Dynamo records the sizes of calls in this object."""
-        from torch._dynamo import pgo
-
-        state: Any = pgo
-        if self._noted is None:
-            self._noted = defaultdict(state.CodeState)
-        with replaced(state, "_CODE_STATE", self._noted):
-            yield
+    state: Any = pgo
+    return partial(replaced, state, "_CODE_STATE", defaultdict(state.CodeState))
 
 
 @contextmanager

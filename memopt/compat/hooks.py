@@ -111,9 +111,6 @@ def _put_in(tensor: torch.Tensor, table: _Table) -> _Table:
 class WatchingHook:
     """A hook of memopt's on a leaf's accumulated gradient that only observes: a captured backward need not call it."""
 
-    def __call__(self, leaf: torch.Tensor) -> None:
-        raise NotImplementedError
-
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """The hooks that `Tensor.register_post_accumulate_grad_hook` added to a leaf, without `WatchingHook`s of memopt."""

@@ -15,6 +15,7 @@ the generator's state for the backward. Later draws then get other numbers than 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -59,6 +60,11 @@ def _(value: torch.Tensor) -> torch.Tensor:
 hold = torch.ops.memopt.hold.default
 
 
+def _inductor(part: str) -> Any:
+    """A module of inductor, which is slow to import."""
+    return import_module(f"torch._inductor.{part}")
+
+
 def _realized(value: Any) -> Any:
     value.realize()
     return value
@@ -68,17 +74,14 @@ def make_fallbacks_known(module: fx.GraphModule, *, is_backward: bool) -> None:
     """Register with inductor the lowering of `memopt::hold`, which writes a value to memory, and the fallback of each
     other operator without a lowering in the graph and its subgraphs, as inductor itself would at the operator's first
     call. If the user has turned `implicit_fallbacks` off, most operators get none, and inductor raises an error."""
-    from torch._inductor import config
-    from torch._inductor import lowering as untyped
-
-    lowering: Any = untyped
+    lowering = _inductor("lowering")
     lowering.lowerings[hold] = _realized
     for op in dict.fromkeys(_operators(module)):
         if op in lowering.lowerings or op in lowering.decompositions:
             continue
         if f"{op.namespace}::{op.overloadpacket.__name__}" in lowering.FALLBACK_ALLOW_LIST:
             lowering.make_fallback(op, warn=False, override_decomp=True)
-        elif config.implicit_fallbacks:
+        elif _inductor("config").implicit_fallbacks:
             lowering.make_fallback(op, layout_constraint=_layout_constraint(op, is_backward=is_backward))
 
 
@@ -86,12 +89,9 @@ def pools_as_they_are() -> list[Replacement]:
     """Replacements by which inductor calls ATen's backward of average pooling where the last windows may reach beyond
     the padding (`ceil_mode`). The code that inductor would generate divides by the size of the whole window there, but
     the forward by that of the part within the padding: the gradients would be wrong (torch 2.11 to 2.13)."""
-    from torch._inductor import lowering as untyped
-
-    lowering: Any = untyped
-    return [
-        (lowering.lowerings, op, _pool(lowering.lowerings[op], lowering.fallback_handler(op, False))) for op in _POOLS
-    ]
+    lowering = _inductor("lowering")
+    known = lowering.lowerings
+    return [(known, op, _pool(known[op], lowering.fallback_handler(op, False))) for op in _POOLS]
 
 
 _POOLS = torch.ops.aten.avg_pool2d_backward.default, torch.ops.aten.avg_pool3d_backward.default
@@ -119,23 +119,21 @@ def _operators(module: fx.GraphModule) -> Iterator[OpOverload]:
 def _layout_constraint(op: OpOverload, *, is_backward: bool) -> Any:
     """The rule by which inductor lays out the inputs of an operator without a lowering: contiguous for one of torch in
     a backward, unless its tags say otherwise; `_as_returned` for copies to the host, none for those back."""
-    from torch._inductor.lowering import require_contiguous, tag_to_layout_constraint
     from torch._library.utils import get_layout_constraint_tag, is_builtin
 
     if op in TRANSFERS:
         return _as_returned if op is COPY_OUT else None
     if get_layout_constraint_tag(op, with_default=False) is None and is_builtin(op) and is_backward:
-        return require_contiguous
-    return tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True))
+        return _inductor("lowering").require_contiguous
+    return _inductor("lowering").tag_to_layout_constraint(get_layout_constraint_tag(op, with_default=True))
 
 
 def _as_returned(node: fx.Node, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call of `memopt::copy_out`: the value in the layout that inductor gives to results of the
     graph, as the copy on the host is one; inductor would else copy it to a second host tensor with other strides."""
-    from torch._inductor import ir as untyped
     from torch._inductor.virtualized import V
 
-    ir: Any = untyped
+    ir = _inductor("ir")
     strides = node.meta["val"].stride()
     if len(value.get_size()) == 4 and node in V.graph.nodes_prefer_channels_last:
         strides = ir.FlexibleLayout.stride_ordered_for_memory_format(value.get_size(), torch.channels_last)
@@ -145,14 +143,11 @@ def _as_returned(node: fx.Node, value: Any) -> tuple[tuple[Any, ...], dict[str, 
 def order_of_random_kernels() -> Any:
     """The scheduler pass for inductor's setting `_pre_fusion_custom_pass`: the pass that the user has set there, if
     any, then `keep_random_order`."""
-    from torch._inductor import config as untyped
-    from torch._inductor import custom_graph_pass
-
-    config: Any = untyped
-    users = config._pre_fusion_custom_pass
+    users = _inductor("config")._pre_fusion_custom_pass
     if users is not None:
         return lambda nodes: keep_random_order(users(nodes))
-    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+    passes = _inductor("custom_graph_pass")
+    base = getattr(passes, "CustomSchedulerPass", passes.CustomGraphPass)
 
     class _RandomOrder(base):  # type: ignore[misc]
         def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -167,8 +162,6 @@ def order_of_random_kernels() -> Any:
 def keep_random_order(nodes: list[Any]) -> list[Any]:
     """Make each random kernel depend on the one before it in the graph, but for those that only redraw from a saved
     state. Returns the scheduler's nodes in an order in which every node comes after those that it depends on."""
-    from torch._inductor.dependencies import WeakDep
-    from torch._inductor.scheduler import NodeUser
     from torch._inductor.virtualized import V
 
     places = {id(operation): place for place, operation in enumerate(V.graph.operations)}
@@ -177,8 +170,8 @@ def keep_random_order(nodes: list[Any]) -> list[Any]:
         return nodes
     for before, after in pairwise(random):
         buffer = before.get_outputs()[0]
-        after.add_fake_dep(WeakDep(buffer.get_name(), after.get_name(), is_fake=True))
-        buffer.users.append(NodeUser(after, is_weak=True))
+        after.add_fake_dep(_inductor("dependencies").WeakDep(buffer.get_name(), after.get_name(), is_fake=True))
+        buffer.users.append(_inductor("scheduler").NodeUser(after, is_weak=True))
     scheduler: Any = random[0].scheduler
     scheduler.nodes = scheduler.topological_sort_schedule(nodes)
     scheduler.compute_ancestors()
