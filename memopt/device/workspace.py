@@ -50,13 +50,6 @@ class _Measured:
     """Seconds of a run on this machine's CPU, the median of three more runs if the first is short; None if not run."""
 
 
-def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
-    """Temporary bytes that the kernel of a node of an ATen graph holds beyond its inputs and outputs: on the host
-    measured by running the op where that is cheap, on a card ("cuda") estimated, for its `chip`."""
-    call = op_call(node)
-    return 0 if call is None else call_workspace_bytes(call, device_type, chip)
-
-
 def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, _Measured]:
     """The measured workspace bytes, result bytes and seconds of each node's call. Every distinct call runs once on the
     CPU, on made-up tensors of the same shapes; the results are cached in this process, and the global random state does
@@ -68,7 +61,8 @@ def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, _Measured]:
 
 
 def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
-    """Temporary bytes of a call's kernel: like `workspace_bytes`, for a call that is no node of a graph."""
+    """Temporary bytes that the kernel of a call holds beyond its inputs and outputs: on the host measured by running the
+    op where that is cheap, on a card ("cuda") estimated, for its `chip`."""
     device = device_of(device_type)
     return _measured([call])[call].workspace_bytes if device.is_host else device.workspace(call, chip)
 
