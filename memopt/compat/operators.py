@@ -65,9 +65,8 @@ def modes_of_the_user() -> str:
     return ", ".join(dict.fromkeys(kind.__name__ for kind in modes if not kind.__module__.startswith("memopt.")))
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """Context without dispatch modes."""
-    return _disable_current_modes()
+without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+"""Context without dispatch modes."""
 
 
 def kernels_as_in_eager_mode() -> AbstractContextManager[None]:

@@ -50,9 +50,8 @@ NEED_MEMORY = frozenset(_of(_OF_MEMORY))
 """The torch functions that expose a tensor's memory, which torch refuses for subclasses without memory of their own."""
 
 
-def is_wrapper(value: object) -> bool:
-    """Whether a value is a tensor subclass that holds other tensors, which torch.compile traces in place of it."""
-    return is_traceable_wrapper_subclass(value)
+is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
+"""Whether a value is a tensor subclass that holds other tensors, which torch.compile traces in place of it."""
 
 
 def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

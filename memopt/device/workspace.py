@@ -61,8 +61,8 @@ def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, _Measured]:
 
 
 def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
-    """Temporary bytes that the kernel of a call holds beyond its inputs and outputs: on the host measured by running the
-    op where that is cheap, on a card ("cuda") estimated, for its `chip`."""
+    """Temporary bytes that the kernel of a call holds beyond its inputs and outputs: on the host measured by running
+    the op where that is cheap, on a card ("cuda") estimated, for its `chip`."""
     device = device_of(device_type)
     return _measured([call])[call].workspace_bytes if device.is_host else device.workspace(call, chip)
 
