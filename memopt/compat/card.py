@@ -75,13 +75,10 @@ _MASK_COLUMNS = 16
 
 class CardAttention(TorchFunctionMode):
     """Context in which attention is computed as on a CUDA card of compute capability `major`: by flash attention where
-    its kernel takes the arguments, else by the memory-efficient kernel, else written out.
-
-    cuDNN's attention, which torch tries first on some cards, saves as many bytes as flash attention, so the latter is
-    used in its place. Cards of one major capability are treated alike, though on those from 8.6 to 8.9 and from 12.0 on
-    torch trains heads wider than 224, and with dropout those wider than 192, by the memory-efficient kernel. Source:
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-    """
+    its kernel takes the arguments, else by the memory-efficient kernel, else written out. cuDNN's attention, which
+    torch tries first on some cards, saves as many bytes as flash attention. Cards of one major capability are treated
+    alike, though on those from 8.6 to 8.9 and from 12.0 on torch trains heads wider than 224, and with dropout those
+    wider than 192, by the memory-efficient kernel. Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
 
     def __init__(self, major: int) -> None:
         super().__init__()

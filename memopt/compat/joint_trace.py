@@ -296,12 +296,10 @@ def _fakes_active(state: Any) -> Iterator[None]:
 @contextmanager
 def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Iterator[None]:
     """Context in which AOTAutograd does not ask Dynamo to capture a call again because of unread symbols for numbers.
-
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
     for it by `item()`, and captures the call again without it where nothing reads it. Symbols here are those of the
     fake mode `mode` (none if it is None) that no operator of `joint` reads; without `joint` all of them, since a second
-    trace of a region makes new symbols, and reads those instead.
-    """
+    trace of a region makes new symbols, and reads those instead."""
     from torch._dynamo.symbolic_convert import TensorifyState
 
     environment = getattr(mode, "shape_env", None)

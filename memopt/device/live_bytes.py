@@ -44,20 +44,17 @@ class _Reporting:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes alive of storages that operators made while the mode was active, and the most that were alive at once.
+    """The bytes alive of storages that operators made while the mode was active, and the most that were alive at once,
+    of devices of type `device_type` (None counts all), each rounded up to multiples of `block_bytes`, as an allocator
+    does.
 
     A storage counts once, however many views it has, from the operator that made it until the last tensor on it dies.
-    Other storages do not count, such as those that existed before, except two kinds that no operator makes: states of
-    the CPU's random generator, and what `torch.tensor` makes from numbers. Subclasses define how an operator is run
-    (`run`) and what its kernel holds besides its arguments and results (`workspace_bytes`).
+    Of storages that no operator makes, only states of the CPU's random generator count, and what `torch.tensor` makes
+    from numbers. Subclasses define how an operator is run (`run`) and what its kernel holds besides its arguments and
+    results (`workspace_bytes`).
 
     Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose
-    memory lives on, so that the next tensor on it would count as new, and counts would differ from run to run.
-
-    Args:
-        block_bytes: storages are rounded up to multiples of this, as an allocator does.
-        device_type: only storages on devices of this type count; None counts all.
-    """
+    memory lives on, so that the next tensor on it would count as new."""
 
     def __init__(self, *, block_bytes: int = 1, device_type: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

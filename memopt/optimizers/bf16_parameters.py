@@ -17,10 +17,9 @@ _HALF = 0x8000
 
 
 def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
-    """Round float32 `value` to one of the two nearest bfloat16 values, into `out`; the nearer one is more likely, so
-    that the result is right on average.
-
-    `value` is overwritten. Infinities and NaN stay. (Gupta et al. 2015, arXiv:1502.02551, section 3.)"""
+    """Round float32 `value`, which is overwritten, to one of the two nearest bfloat16 values, into `out`; the nearer
+    one is more likely, so that the result is right on average. Infinities and NaN stay. (Gupta et al. 2015,
+    arXiv:1502.02551, section 3.)"""
     # All NaNs get the same bits, since rounding up the bits of other NaNs could overflow into a number.
     nan, infinity = float("nan"), float("inf")
     bits = value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)

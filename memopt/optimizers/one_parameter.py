@@ -35,12 +35,9 @@ def step_one(
     optimizer: optim.Optimizer, options: Mapping[str, Any], tensor: torch.Tensor, state: dict[str, Any]
 ) -> dict[str, Any]:
     """Step `tensor`, which has a gradient, by the code of `optimizer` with a group's `options` and the tensor's
-    `state`. Returns the state after the step.
-
-    The optimizer's groups and state are not changed. Tensors of `state` may be written to.
-
-    Raises `ValueError` for an optimizer whose step changes its group's options, since all parameters share these.
-    """
+    `state`, whose tensors may be written to. Returns the state after the step; groups and state of the optimizer are
+    not changed. Raises `ValueError` for an optimizer whose step changes its group's options, since all parameters share
+    these."""
     groups, states = optimizer.param_groups, optimizer.state
     own = {key: value for key, value in options.items() if key not in ("params", "param_names")}
     alone = {**own, "params": [tensor]}

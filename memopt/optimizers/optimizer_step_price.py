@@ -90,12 +90,9 @@ def _on(hardware: Hardware, tried: _Trial) -> OptimizerStepPrice:
 def optimizer_step_price(
     optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware
 ) -> OptimizerStepPrice:
-    """The bytes and seconds of stepping all trained `parameters` by the plain optimizer; their values are not read, so
-    they may be on "meta".
-
+    """The bytes and seconds of stepping all trained `parameters`, whose values are not read, by the plain optimizer.
     Raises `ValueError` for an unknown name, for LBFGS and SparseAdam, for an optimizer that cannot be made from the
-    parameters alone, and for one whose steps cannot be run on fake tensors.
-    """
+    parameters alone, and for one whose steps cannot be run on fake tensors."""
     if optimizer is None or not parameters:
         return NOTHING
     make, device = _maker(optimizer, parameters), device_of(hardware)
@@ -111,11 +108,9 @@ def prices_of_each(
     device: str | None = None,
 ) -> list[OptimizerStepPrice]:
     """The bytes and seconds of stepping each parameter alone, in the dtype that `dtypes` gives for it, with the
-    optimizer wrapped by `wraps`.
-
-    The price of stepping them one after the other is the sum of states and seconds, with the largest temporaries. Of
-    parameters with equal group, shape, strides and dtypes, only one is tried. `device` is the type of device on which
-    the step runs, and whose memory is counted; by default that of the hardware."""
+    optimizer wrapped by `wraps`. Stepping them one after the other takes the sum of states and seconds, and the largest
+    temporaries. Of parameters with equal group, shape, strides and dtypes, only one is tried. `device` is the type of
+    device on which the step runs, and whose memory is counted; by default that of the hardware."""
     if optimizer is None:
         return [NOTHING for _ in parameters]
     device = device or hardware.device_type

@@ -163,11 +163,10 @@ class EffectiveBatch:
         return cls(0, nothing, nothing, nothing)
 
     def expecting(self, counts: Sequence[torch.Tensor], calls: int, model: nn.Module) -> EffectiveBatch:
-        """The effective batch at the beginning of a further call whose microbatches have `counts` tokens. `plus` adds
-        each of these microbatches when it has run.
-
-        The first call with any token sets `reference`, by which losses are divided. It is the sum of `counts`, averaged
-        over the ranks that train `model`, times `calls`, the number of calls in an effective batch."""
+        """The effective batch at the beginning of a further call whose microbatches have `counts` tokens, each added by
+        `plus` when it has run. The first call with any token sets `reference`, by which losses are divided: the sum of
+        `counts`, averaged over the ranks that train `model`, times `calls`, the number of calls in an effective
+        batch."""
         expected = calls * mean_over_ranks(torch.stack(list(counts)).sum(), model)
         return replace(self, calls=self.calls + 1, reference=torch.where(self.reference > 0, self.reference, expected))
 
@@ -229,12 +228,10 @@ class Splitting:
 
     def more(self, batch: Any, refused: BudgetError) -> int:
         """The smallest number of pieces, above the present one, with which the step fits; found by planning, and
-        remembered for the signature of `batch`.
-
-        Raises `refused` where the model is not optimised, the user has set the number or passes a list of microbatches,
-        or the lever "microbatch" is not allowed. Raises a `BudgetError` that says so where the model has batch
-        statistics, which each piece would compute separately. Where not even single samples fit, raises the error that
-        names the smallest budget."""
+        remembered for the signature of `batch`. Raises `refused` where the model is not optimised, the user has set the
+        number or passes a list of microbatches, or the lever "microbatch" is not allowed. Raises a `BudgetError` that
+        says so where the model has batch statistics, which each piece would compute separately, and where not even
+        single samples fit, the error that names the smallest budget."""
         planned = session_of(self.model)
         if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
             raise refused

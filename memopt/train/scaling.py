@@ -84,13 +84,10 @@ class StepResult:
 
 
 class Scaling:
-    """Scales losses, unscales gradients, and steps the optimizers only if all gradients and the loss are finite.
-
-    A given scaler adapts its scale. Without one, a `GradScaler` with the constant scale 1 does the same checks, so that
-    a NaN never reaches the parameters; the numbers are bitwise those without a scaler. The cost is a pass over the
-    gradients and, for optimizers that are not fused, one flag that the host reads from the device in each step; fused
-    ones read it on the device.
-    """
+    """Scales losses, unscales gradients, and steps the optimizers only if all gradients and the loss are finite. A
+    given scaler adapts its scale. Without one, a `GradScaler` with the constant scale 1 does the same checks, and the
+    numbers are bitwise those without a scaler. The cost is a pass over the gradients and, for optimizers that are not
+    fused, one flag that the host reads from the device in each step; fused ones read it on the device."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None, device: torch.device) -> None:
         self.adapts = scaler is not None and scaler.is_enabled()
@@ -105,11 +102,9 @@ class Scaling:
         return self.scaler.scale(torch.ones((), device=device))
 
     def unscale(self, optimizers: Sequence[torch.optim.Optimizer], finite: torch.Tensor) -> torch.Tensor:
-        """Divide the gradients by the scale. Returns a tensor on the device: 1.0 if the step is to be skipped, else
-        0.0.
-
-        It is skipped if `finite` is false (the loss is not finite), or any gradient of any optimizer is not, as the
-        gradients of all are clipped by one norm; a `GradScaler` decides for each optimizer alone."""
+        """Divide the gradients by the scale. Returns a tensor on the device: 1.0 if the step is to be skipped, as
+        `finite` is false (the loss is not finite) or any gradient of any optimizer is not, since the gradients of all
+        are clipped by one norm; else 0.0. A `GradScaler` decides for each optimizer alone."""
         self._unscaled = True
         for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
@@ -192,10 +187,8 @@ def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> boo
 
 
 class FollowUp:
-    """Steps the schedulers for each effective batch for which the optimizers have stepped. Warns at the first one that
-    was skipped for another reason than the loss scale.
-
-    Where the host does not know yet whether the optimizers were skipped, both are put off until `settle` is called."""
+    """Steps the schedulers for each effective batch for which the optimizers have stepped, and warns at the first one
+    that was skipped for another reason than the loss scale; by `settle`, where the host does not know yet which."""
 
     def __init__(self, schedulers: Sequence[Any], scale_adapts: bool) -> None:
         self.schedulers, self.scale_adapts = schedulers, scale_adapts
