@@ -360,7 +360,10 @@ def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
         for listener in tuple(_listeners):
             listener(outputs)
         additions: dict[int, Addition] = {}
-        order = 1 + _order_of(outputs) if create_graph and _watchers else 0
+        order = 0
+        if create_graph and _watchers:  # 1 more than the highest order of the gradients that `outputs` came from
+            nodes, _ = graph_until(outputs, lambda node: False)
+            order = 1 + max([int(node.metadata.get(_ORDER, 0)) for node in nodes], default=0)
         for watcher in tuple(_watchers):
             additions.update(watcher.before_backward(outputs, inputs, order, frees=not keep_graph))
         run = partial(own, outputs, grad_tensors, keep_graph, create_graph, accumulate_grad=accumulate_grad)
@@ -402,11 +405,6 @@ def forget_stopped_backward(run_backward: Callable[..., Any] | None = None) -> N
 
 _ORDER = "memopt order"
 """The key in a node's metadata of the order of its gradient, if that has a graph of its own."""
-
-
-def _order_of(starts: Iterable[Any]) -> int:
-    """The highest order of the gradients that tensors or edges were computed from; 0 for none."""
-    return max([int(node.metadata.get(_ORDER, 0)) for node in graph_until(starts, lambda node: False)[0]], default=0)
 
 
 def _with_additions(

@@ -222,7 +222,10 @@ def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None
 
     chosen = list(places)
     parts = {id(part): part for tensor, _ in chosen for part in _parts(tensor)}
-    before = {key: _marks(part) for key, part in parts.items()}
+    before = {
+        key: {name: copy.copy(vars(part)[name]) for name in _MARKS if name in vars(part)}  # marking changes them
+        for key, part in parts.items()
+    }
     for tensor, dimension in chosen:
         maybe_mark_dynamic(tensor, dimension)
     try:
@@ -250,11 +253,6 @@ def without_propagated_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 _PROPAGATED = "_dynamo_propagated_dynamic_indices"
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
-
-
-def _marks(tensor: torch.Tensor) -> dict[str, Any]:
-    """Copies of the marks on a tensor by their names: marking a tensor changes them in place."""
-    return {name: copy.copy(vars(tensor)[name]) for name in _MARKS if name in vars(tensor)}
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -182,7 +182,8 @@ def _call_function(own: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is torch.autograd.grad and 3 < len(args) <= 5:  # Dynamo looks for these by name
             args, kwargs = args[:3], {**kwargs, **dict(zip(("retain_graph", "create_graph"), args[3:], strict=False))}
-        if _keeps_requires_grad.get() and _is_true(kwargs.get("requires_grad")):
+        wanted = kwargs.get("requires_grad") if _keeps_requires_grad.get() else None
+        if wanted is not None and wanted.is_python_constant() and wanted.as_python_constant() is True:
             made = own(self, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
             return made.call_method(tx, "requires_grad_", [], {})
         part = kwargs.get("out")
@@ -194,11 +195,6 @@ def _call_function(own: Callable[..., Any]) -> Callable[..., Any]:
         return part.call_method(tx, "copy_", [result], {})
 
     return call_function
-
-
-def _is_true(value: Any) -> bool:
-    """Whether one of Dynamo's variables is the constant True."""
-    return value is not None and value.is_python_constant() and value.as_python_constant() is True
 
 
 @cache

@@ -14,12 +14,7 @@ from torch import fx
 
 from memopt.compat.check import check
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
-from memopt.compat.inductor_lowering import (
-    FALLBACKS,
-    make_fallbacks_known,
-    order_of_random_kernels,
-    pools_as_they_are,
-)
+from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels, pools_as_they_are
 from memopt.compat.joint_trace import constants_as_attributes, gradients_without_gaps, unread_numbers_left
 from passes.compat import Replacement, private, replaced_all
 

@@ -206,6 +206,8 @@ def _second_phase(
 ) -> tuple[Callable[[list[Any]], Any], Sequence[fx.GraphModule]]:
     """Cuts the joint graph by `partition` and compiles both parts by `forward` and `backward`. Returns the function
     that runs them on a list of inputs, and their graphs. With `log`, AOTAutograd logs the graphs."""
+    from torch._dynamo import compiled_autograd
+    from torch._dynamo.utils import preserve_rng_state
     from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
 
     halves: list[fx.GraphModule] = []
@@ -231,15 +233,13 @@ def _second_phase(
         capture = replace(capture, maybe_subclass_meta=wrappers)
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True, enable_log=log)
     second_phase: Any = aot_stage2_compile
-    with _fakes_active(state), dead_draws_kept(), unread_numbers_left(state.fake_mode, capture.graph_module):
-        compiled, _ = second_phase(
-            state,
-            capture,
-            partition_fn=cut,
-            fw_compiler=forward,
-            bw_compiler=compile_backward,
-            inference_compiler=forward,
-        )
+    compilers = {"fw_compiler": forward, "bw_compiler": compile_backward, "inference_compiler": forward}
+    with (  # the modes in which the region was traced
+        compiled_autograd._disable(), torch.autograd.set_multithreading_enabled(False), preserve_rng_state(),
+        state.fake_mode, enable_python_dispatcher(), dead_draws_kept(),
+        unread_numbers_left(state.fake_mode, capture.graph_module),
+    ):  # fmt: skip
+        compiled, _ = second_phase(state, capture, partition_fn=cut, **compilers)
     # Else each forward would mark inputs that it saves as changing in size, for all later captures; before torch 2.13
     # these marks cannot be told from those that users make.
     state.fw_metadata.dynamic_saved_tensors_idxs.clear()
@@ -278,19 +278,6 @@ def _graphs_are_logged() -> bool:
     """Whether a log of AOTAutograd's graphs is on, for which it would turn the graphs into text before it asks."""
     name = "torch._functorch._aot_autograd.graph_compile"
     return "TORCH_TRACE" in os.environ or getArtifactLogger(name, "aot_graphs").isEnabledFor(logging.DEBUG)
-
-
-@contextmanager
-def _fakes_active(state: Any) -> Iterator[None]:
-    """Context with the modes in which the region was traced, which AOTAutograd needs when it compiles."""
-    from torch._dynamo import compiled_autograd
-    from torch._dynamo.utils import preserve_rng_state
-
-    with (
-        compiled_autograd._disable(), torch.autograd.set_multithreading_enabled(False), preserve_rng_state(),
-        state.fake_mode, enable_python_dispatcher(),
-    ):  # fmt: skip
-        yield
 
 
 @contextmanager

@@ -10,14 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
-from memopt.compat.operators import (
-    RunningBy,
-    plain_tensors,
-    schema_of,
-    tree_leaves,
-    tree_map,
-    without_torch_functions,
-)
+from memopt.compat.operators import RunningBy, plain_tensors, schema_of, tree_leaves, tree_map, without_torch_functions
 from memopt.compat.symbols import is_symbolic
 from passes.compat import private, size_seen
 

@@ -44,14 +44,9 @@ def start_libraries(device: torch.device) -> None:
             gradients = torch.autograd.grad(made, (rows, weight, bias), torch.ones_like(made))
             used += weak_storages((rows, weight, bias, made, *gradients))
             del rows, weight, bias, made, gradients
-    _wait_for(used)
-
-
-def _wait_for(storages: Sequence[WeakStorage]) -> None:
-    """Wait until storages are freed, a second at most: autograd's thread holds them a moment longer than its caller."""
     end = time.monotonic() + _PATIENCE_SECONDS
-    while any(storage.address for storage in storages) and time.monotonic() < end:
-        time.sleep(1e-4)
+    while any(storage.address for storage in used) and time.monotonic() < end:
+        time.sleep(1e-4)  # autograd's thread holds them a moment longer than its caller
 
 
 _OPS = frozenset({

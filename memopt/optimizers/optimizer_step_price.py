@@ -125,12 +125,7 @@ def prices_of_each(
 
 
 def _price_of_one(
-    optimizer: OptimizerLike,
-    parameter: torch.Tensor,
-    dtype: torch.dtype,
-    hardware: Hardware,
-    wraps: Wraps,
-    device: str,
+    optimizer: OptimizerLike, parameter: torch.Tensor, dtype: torch.dtype, hardware: Hardware, wraps: Wraps, device: str
 ) -> OptimizerStepPrice:
     """The price of stepping one parameter. A parameter of more than three pieces is tried with two and with three:
     every further piece adds as much as the third."""

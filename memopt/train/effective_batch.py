@@ -24,7 +24,6 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.levers.microbatch import MICROBATCH
 from memopt.lru import LruCache
 from memopt.microbatch import is_series, samples_of, split
-from memopt.planning.plan import Plan
 from memopt.run.session import session_of
 
 
@@ -246,7 +245,12 @@ class Splitting:
                 continue
             except CaptureError:  # the model does not accept batches this small
                 break
-            self._check_statistics(plan, number, refused)
+            assert plan.captured is not None
+            if any(region.has_batch_statistics for region in plan.captured.regions):
+                raise refused.adding(
+                    f"{number} microbatches would fit, but batch normalisation would see each by itself: give "
+                    f"TrainStep microbatches={number} if that is what you want"
+                ) from None
             self._pieces[_signature_of(batch)] = number
             warnings.warn(
                 f"a batch of {samples} samples does not fit {refused.budget_gb:.6g} GB and is trained in "
@@ -256,16 +260,6 @@ class Splitting:
             )
             return number
         raise least
-
-    def _check_statistics(self, plan: Plan, number: int, refused: BudgetError) -> None:
-        """Raise `BudgetError` if the model normalises over the batch, so that splitting it would change the numbers."""
-        assert plan.captured is not None
-        if any(region.has_batch_statistics for region in plan.captured.regions):
-            instead = (
-                f"{number} microbatches would fit, but batch normalisation would see each by itself: give TrainStep "
-                f"microbatches={number} if that is what you want"
-            )
-            raise refused.adding(instead) from None
 
 
 def _signature_of(batch: Any) -> str:
