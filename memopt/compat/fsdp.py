@@ -180,8 +180,9 @@ class Gathered:
                 stack.callback(_set_whole_gradient, parameter, _set_whole_gradient(parameter, None))
             try:
                 yield
-            except BaseException:
-                _abandon(self.model)
+            except BaseException:  # FSDP2's state is reset, so that another iteration can begin; the root's for all
+                reset = (one.reset_iter_state for one in self.model.modules() if hasattr(one, "reset_iter_state"))
+                next(reset, lambda: None)()
                 raise
 
 
@@ -198,12 +199,9 @@ def exchange_in_words(model: nn.Module) -> str:
 
 def _whole_gradient_bytes(group: Any) -> int:
     """The bytes of the gradients of a group's parameters that are not reduced yet and so are unsharded."""
-    found = (gradient for parameter in group.fsdp_params for gradient in _whole_gradients(parameter))
+    found = [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
+    found += [getattr(getattr(one, "_unsharded_param", None), "grad", None) for one in group.fsdp_params]
     return sum(gradient.nbytes for gradient in found if gradient is not None)
-
-
-def _whole_gradients(parameter: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None), parameter.unsharded_accumulated_grad
 
 
 def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -214,12 +212,3 @@ def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.
         return None
     before, whole.grad = whole.grad, gradient
     return before
-
-
-def _abandon(model: nn.Module) -> None:
-    """Reset FSDP2's state after an iteration that failed, so that another one can begin."""
-    for module in model.modules():
-        reset = getattr(module, "reset_iter_state", None)
-        if reset is not None:
-            reset()
-            return  # that of the root is for all parts

@@ -23,7 +23,7 @@ from passes.ops.fp8_kernels import Operand, kernel_for
 from passes.ops.fp8_ops import SCALINGS
 
 # Share of the rate of copies alone that is assumed while compute uses the device's memory too.
-_LINK_SHARE = 0.9
+_LINK_SHARE, _LINK_BYTES = 0.9, 2**27
 
 
 def measure_hardware(
@@ -44,7 +44,7 @@ def measure_hardware(
     flops |= _scaled_rates(size, device)
     bytes_per_second = _copy_rate(target, large, device)
     cached_bytes, cached_rate = _cache(target, large, bytes_per_second, device)
-    reported = kind.reported(device)
+    reported, there_and_back = kind.reported(device), kind.there_and_back(device, _LINK_BYTES)
     return replace(
         reported,
         flops=flops,
@@ -53,7 +53,7 @@ def measure_hardware(
         source=f"measured on {reported.name} with torch {torch.__version__}",
         flops_efficiency=1.0,
         bandwidth_efficiency=1.0,
-        link_bytes_per_second=_link_rate(device),
+        link_bytes_per_second=0.0 if there_and_back is None else _LINK_BYTES / _seconds(there_and_back, device),
         link_efficiency=_LINK_SHARE,
         cached_bytes=cached_bytes,
         cached_bytes_per_second=cached_rate,
@@ -106,13 +106,6 @@ def _between_kernels(small: torch.Tensor, kernels: int = 50) -> float:
     start = small.view(1, 1)
     together = _seconds(lambda: module(start), small.device, repeats=5) / kernels
     return max(1e-9, together - _seconds(lambda: torch.ops.aten.add.Tensor(start, 1.0), small.device, repeats=100))
-
-
-def _link_rate(device: torch.device, nbytes: int = 2**27) -> float:
-    """Bytes per second, in each direction, between a GPU and pinned host memory while both directions are busy; 0
-    without a link."""
-    there_and_back = device_of(device).there_and_back(device, nbytes)
-    return 0.0 if there_and_back is None else nbytes / _seconds(there_and_back, device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) -> float:

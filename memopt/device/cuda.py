@@ -89,10 +89,6 @@ def _promoting(operator: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _takes_dtype(operator: Any) -> bool:
-    return any(argument.name == "dtype" for argument in schema_of(operator).arguments)
-
-
 def _eligible(value: Any) -> bool:
     """Whether autocast casts a value: a floating-point tensor that is not fp64."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
@@ -152,7 +148,7 @@ class _Cuda(Device):
             return _casting(operator, lambda value: value.to(low))
         if name in FP32 & cuda_autocast_names():
             return _casting(operator, lambda value: value.to(torch.float32))
-        if name in FP32_SET_DTYPE and _takes_dtype(operator):
+        if name in FP32_SET_DTYPE and any(argument.name == "dtype" for argument in schema_of(operator).arguments):
             return _with_dtype(operator)
         if name in PROMOTE:
             return _promoting(operator)

@@ -58,12 +58,6 @@ def _turned_bytes(node: fx.Node) -> int:
     return 2 * sum(_touched_bytes(operand.meta["val"]) for operand in copied if isinstance(operand, fx.Node))
 
 
-def _second_read(node: fx.Node) -> int:
-    """Bytes of the input of a quantisation (`fp8_quantize`), which its kernels read once more to divide by the scale
-    that the first read has found."""
-    return _touched_bytes(node.all_input_nodes[0].meta["val"])
-
-
 def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> float:
     """Estimated seconds of a kernel: max(FLOPs / peak, bytes / bandwidth, launch), where peak and bandwidth are those
     that kernels reach. `dtype` is a key of `Hardware.flops`.
@@ -210,14 +204,6 @@ def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _grouped_matmul_backward(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * _grouped_matmul(a, b)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * x.numel() * weight.shape[0]
-
-
 def _convolution_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any, out_val: Any, **_: Any
 ) -> int:
@@ -256,15 +242,16 @@ _KERNELS_OF_ATTENTION = (
     "fused_attention_overrideable",
 )  # fmt: skip
 _FORMULAS: Mapping[str, Callable[..., int]] = {
-    "aten.linear": _linear,
+    "aten.linear": lambda x, weight, *_, **__: 2 * x.numel() * weight.shape[0],
     "aten.convolution_backward": _convolution_backward,
     "aten._grouped_mm": _grouped_matmul,
     "transformers.grouped_mm_fallback": _grouped_matmul,
-    "transformers.grouped_mm_fallback_backward": _grouped_matmul_backward,
+    "transformers.grouped_mm_fallback_backward": lambda a, b, *_, **__: 2 * _grouped_matmul(a, b),
     **{f"aten._scaled_dot_product_{kernel}": _attention for kernel in _KERNELS_OF_ATTENTION},
     **{f"aten._scaled_dot_product_{kernel}_backward": _attention_backward for kernel in _KERNELS_OF_ATTENTION},
 }
 _FURTHER_BYTES: Mapping[str, Callable[[fx.Node], int]] = {
     "memopt.fp8_matmul": _turned_bytes,
-    "memopt.fp8_quantize": _second_read,
+    # Its input is read once more, to divide by the scale that the first read has found.
+    "memopt.fp8_quantize": lambda node: _touched_bytes(node.all_input_nodes[0].meta["val"]),
 }

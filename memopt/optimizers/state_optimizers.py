@@ -196,8 +196,12 @@ class OffloadedOptimizer(Parameterwise):
 
     def _take(self, parameter: torch.Tensor, state: State, piece: Slice) -> State:
         given = super()._take(parameter, state, piece)
-        arrays = {key: value for key, value in given.items() if isinstance(value, torch.Tensor) and value.dim()}
-        return {**given, **{key: _copy(value, parameter.device) for key, value in arrays.items()}}
+        for key, value in given.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                # Pinned memory is next written by the copy back, which is queued behind this one.
+                pinned = is_on_host(value) and value.is_pinned()
+                given[key] = value.to(parameter.device, copy=True, non_blocking=pinned)
+        return given
 
     def _close_state(
         self, parameter: torch.Tensor, state: State, key: str, piece: Slice, value: torch.Tensor, in_place: bool
@@ -214,9 +218,3 @@ class OffloadedOptimizer(Parameterwise):
             return value
         same = isinstance(kept, torch.Tensor) and kept.shape == value.shape and kept.dtype == value.dtype
         return (kept if same else self.room_for(parameter, value, value.dtype)).copy_(value)
-
-
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device`: complete on the host, in stream order on a GPU."""
-    # Pinned memory is next written by the copy back, which is queued behind this one.
-    return tensor.to(device, copy=True, non_blocking=is_on_host(tensor) and tensor.is_pinned())
