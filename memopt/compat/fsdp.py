@@ -181,8 +181,8 @@ class Gathered:
             try:
                 yield
             except BaseException:  # FSDP2's state is reset, so that another iteration can begin; the root's for all
-                reset = (one.reset_iter_state for one in self.model.modules() if hasattr(one, "reset_iter_state"))
-                next(reset, lambda: None)()
+                resets = (getattr(one, "reset_iter_state", None) for one in self.model.modules())
+                next(filter(callable, resets), lambda: None)()
                 raise
 
 

@@ -122,7 +122,7 @@ def watching_hooks(tensor: torch.Tensor) -> list[WatchingHook]:
     return [hook for hook in _late_hooks(tensor) if isinstance(hook, WatchingHook)]
 
 
-def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+def _late_hooks(tensor: torch.Tensor) -> list[Any]:
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 

@@ -147,7 +147,7 @@ def order_of_random_kernels() -> Any:
     if users is not None:
         return lambda nodes: keep_random_order(users(nodes))
     passes = _inductor("custom_graph_pass")
-    base = getattr(passes, "CustomSchedulerPass", passes.CustomGraphPass)
+    base: Any = getattr(passes, "CustomSchedulerPass", passes.CustomGraphPass)
 
     class _RandomOrder(base):  # type: ignore[misc]
         def __call__(self, nodes: list[Any]) -> list[Any]:

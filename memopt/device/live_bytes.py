@@ -70,13 +70,14 @@ class LiveBytes(TorchDispatchMode):
         """For each time that the mode was entered and not left yet, the contexts that end with it."""
 
     def __enter__(self) -> LiveBytes:
-        reporting = _Reporting(torch.random.default_generator, self.count_state)
+        functions: Any = torch.random
+        reporting = _Reporting(functions.default_generator, self.count_state)
         if self.ignore_compile_internals():  # Dynamo may capture code meanwhile, and leaves the reports out
             disable: Any = torch.compiler.disable
             reporting.get_state = disable(reporting.get_state)  # type: ignore[method-assign]
         entry = ExitStack()
         entry.enter_context(_no_collections())
-        entry.enter_context(replaced(torch.random, "default_generator", reporting))
+        entry.enter_context(replaced(functions, "default_generator", reporting))
         self._entered.append(entry)
         return super().__enter__()  # type: ignore[no-untyped-call]
 

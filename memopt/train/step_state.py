@@ -169,8 +169,8 @@ def _check_built_alike(step: Step, state: StateDict, lists: Sequence[str]) -> No
     for name in lists:
         own = getattr(step, name)
         if len(state[name]) != len(own):
-            had = len(state[name])
-            raise ValueError(f"the state has {had} {name}, this TrainStep {len(own)}; build it with as many")
+            there = len(state[name])
+            raise ValueError(f"the state has {there} {name}, this TrainStep {len(own)}; build it with as many")
     if (state["scaler"] is not None) != step.scaling.adapts:
         had, has = ("with", "without") if state["scaler"] is not None else ("without", "with")
         raise ValueError(f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it {had} one")
