@@ -180,9 +180,11 @@ class Gathered:
                 stack.callback(_set_whole_gradient, parameter, _set_whole_gradient(parameter, None))
             try:
                 yield
-            except BaseException:  # FSDP2's state is reset, so that another iteration can begin; the root's for all
-                resets = (getattr(one, "reset_iter_state", None) for one in self.model.modules())
-                next(filter(callable, resets), lambda: None)()
+            except BaseException:
+                parts: Iterable[Any] = self.model.modules()
+                for root in (one for one in parts if hasattr(one, "reset_iter_state")):
+                    root.reset_iter_state()  # so that another iteration can begin; that of the root is for all parts
+                    break
                 raise
 
 
