@@ -68,7 +68,7 @@ def state_of(step: Step) -> StateDict:
         "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
         "effective_batch": asdict(step.effective_batch),
         "gradients": [parameter.grad if step.effective_batch.calls else None for parameter in step.parameters],
-        "generators": _generators_of(step),
+        "generators": random_state(_devices_of(step)),
     }
 
 
@@ -83,9 +83,9 @@ def _loop_state(step: Step) -> StateDict:
     }
 
 
-def _generators_of(step: Step) -> StateDict:
-    """The states of the random generators that a step on this rank may use, as `random_state` returns them."""
-    return random_state({parameter.device for parameter in step.parameters})
+def _devices_of(step: Step) -> set[torch.device]:
+    """The devices whose random generators a step on this rank may use."""
+    return {parameter.device for parameter in step.parameters}
 
 
 def restore(step: Step, state: StateDict) -> None:
@@ -114,16 +114,13 @@ def _said(failure: Exception) -> str:
 
 
 def _set_loop_state(step: Step, state: StateDict) -> None:
-    """Set the loop's state to what `_loop_state` returned, which `_check_built_alike` has accepted; also the random
-    generators, unless `state["generators"]` is None."""
+    """Set the loop's state to what `_loop_state` returned, which `_check_built_alike` has accepted."""
     load_histories(unwrapped(step.model), state.get("fp8_histories", {}))
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     if step.scaling.adapts:
         step.scaling.scaler.load_state_dict(state["scaler"])
     step.number = state["number"]
-    if state["generators"] is not None:
-        set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
 
 
 def _set(step: Step, state: StateDict) -> None:
@@ -140,6 +137,7 @@ def _set(step: Step, state: StateDict) -> None:
         # A copy, since the next backward adds to it.
         parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
     _set_loop_state(step, state)
+    set_random_state(state["generators"], _devices_of(step))
 
 
 def _check(step: Step, state: StateDict) -> None:
@@ -235,11 +233,13 @@ class RunState:
         )
         self.step.follow_up.forget()
         rank, ranks = self._place()
-        _set_loop_state(self.step, {**loop, "generators": generators[rank] if len(generators) == ranks else None})
+        _set_loop_state(self.step, loop)
+        if len(generators) == ranks:
+            set_random_state(generators[rank], _devices_of(self.step))
 
     def _generators(self) -> list[Any]:
         """The states of the random generators of all ranks."""
-        found: list[Any] = [_generators_of(self.step)]
+        found: list[Any] = [random_state(_devices_of(self.step))]
         for group in groups_of(self.step.model):
             gathered: list[Any] = [None] * distributed.get_world_size(group)
             distributed.all_gather_object(gathered, found, group=group)
