@@ -83,9 +83,9 @@ class BF16ParametersOptimizer(Parameterwise):
         super().__init__(inner)
         self.generators = _Generators(seed)
         for parameter in filter(_is_narrow, self.state):  # made by Adagrad's constructor, in the parameter's dtype
-            self.widen_state(parameter)
+            self._widen_state(parameter)
 
-    def widen_state(self, parameter: torch.Tensor) -> None:
+    def _widen_state(self, parameter: torch.Tensor) -> None:
         """Convert the state of a parameter to float32."""
         state = self.state[parameter]
         for key, value in state.items():
@@ -138,7 +138,7 @@ def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) ->
     parameter.data = parameter.data.to(torch.bfloat16)
     parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)
     if wrapped is not None:
-        wrapped.widen_state(parameter)
+        wrapped._widen_state(parameter)
 
 
 def _is_narrow(tensor: torch.Tensor) -> bool:
