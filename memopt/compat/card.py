@@ -1,10 +1,7 @@
 """CUDA cards: the settings of torch's caching allocator; and attention by a card's kernels on tensors of another
-device, for plans for a card that is not there.
-
-`scaled_dot_product_attention` chooses its kernel by the device of its tensors. On a CPU attention with dropout is
-written out as products and a softmax, on "meta" all attention is. A card's kernels keep neither the probabilities nor a
-mask of the dropout, but the state of the random generator.
-"""
+device, for plans for a card that is not there. `scaled_dot_product_attention` chooses its kernel by the device of its
+tensors: on a CPU attention with dropout is written out as products and a softmax, on "meta" all attention is. A card's
+kernels keep neither the probabilities nor a mask of the dropout, but the state of the random generator."""
 
 from __future__ import annotations
 

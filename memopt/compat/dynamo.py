@@ -1,8 +1,5 @@
-"""Dynamo: its settings, errors and caches, and the context in which a region can be traced again.
-
-torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
-import them inside the function that catches them.
-"""
+"""Dynamo: its settings, errors and caches, and the context in which a region can be traced again. torch._dynamo takes
+more than a second to import, so functions import it; import the error classes inside the function that catches them."""
 
 from __future__ import annotations
 

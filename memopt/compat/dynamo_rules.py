@@ -1,7 +1,5 @@
-"""Calls that Dynamo by itself would not trace as their author wrote them, or would break the graph at.
-
-torch._dynamo takes more than a second to import, so functions import it.
-"""
+"""Calls that Dynamo by itself would not trace as their author wrote them, or would break the graph at. torch._dynamo
+takes more than a second to import, so functions import it."""
 
 from __future__ import annotations
 
@@ -187,7 +185,7 @@ def _call_function(own: Callable[..., Any]) -> Callable[..., Any]:
             made = own(self, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
             return made.call_method(tx, "requires_grad_", [], {})
         part = kwargs.get("out")
-        if not _is_strided(part):
+        if part is None or not part.is_tensor() or _value(part).is_contiguous():
             return own(self, tx, args, kwargs)
         result = own(self, tx, args, {name: value for name, value in kwargs.items() if name != "out"})
         if not _fits(result, part):
@@ -222,11 +220,6 @@ def _left_out(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(*args, **kwargs)
 
     return method_backward
-
-
-def _is_strided(part: Any) -> bool:
-    """Whether one of Dynamo's variables is a tensor that is not contiguous."""
-    return part is not None and part.is_tensor() and not _value(part).is_contiguous()
 
 
 def _fits(result: Any, part: Any) -> bool:

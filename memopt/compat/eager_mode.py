@@ -1,10 +1,7 @@
 """Makes traced graphs compute as eager mode does: with its kernels, which torch replaces by Python functions that give
-other bits while it traces, and with the masks that transformers chooses by values.
-
-In eager mode transformers makes no attention mask that would mask nothing. Attention then runs by another kernel, which
-is given `is_causal`, and keys that heads share are not repeated for each head. While Dynamo traces, transformers makes
-the mask always.
-"""
+other bits while it traces, and with the masks that transformers chooses by values. In eager mode it makes no mask that
+would mask nothing: attention then runs by another kernel, which is given `is_causal`, and keys that heads share are not
+repeated for each head. While Dynamo traces, it makes the mask always."""
 
 from __future__ import annotations
 

@@ -2,15 +2,13 @@
 numbers: its fallbacks (the operators that it calls instead of generating code for them), and the order of random
 kernels.
 
-Inductor registers a fallback (`make_fallback`) only when it comes to the operator's first call. A value with several
-readers is written to memory at once if one of them is known to need its inputs in memory. In the first graph of a
-process with such an operator, the values before its call would therefore be lowered without knowing this, and the same
-graph would later get other code, which holds another number of bytes.
+Inductor registers a fallback (`make_fallback`) only at the operator's first call. A value with several readers is
+written to memory at once if one of them needs its inputs in memory: in the first graph of a process with such an
+operator, the values before its call would be lowered without knowing this, into code that holds another number of
+bytes.
 
 From torch 2.13 on, inductor keeps the order of random kernels itself where `fallback_random` is set, but not after an
-operator whose results nobody reads (the last dropout of a branch that the loss does not reach), nor for one that saves
-the generator's state for the backward. Later draws then get other numbers than in eager mode.
-"""
+operator whose results nobody reads, nor for one that saves the generator's state for the backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """AOTAutograd in two phases: a region's joint graph is traced first; later it is cut and compiled, once or repeatedly.
-
-Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second.
-"""
+Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second."""
 
 from __future__ import annotations
 

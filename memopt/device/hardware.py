@@ -94,10 +94,7 @@ class Hardware:
 def assumed_context(major: int) -> int:
     """Bytes assumed for a CUDA context that is not measured, by the major version of the compute capability. On an H100
     it had 619 MB at first, and 769 MB while ConvNeXt-B and ResNet-50 trained (torch 2.11 for CUDA 13, driver 580)."""
-    return _HOPPER_CONTEXT if major >= 9 else Hardware.context_bytes
-
-
-_HOPPER_CONTEXT = 770 * 1024**2
+    return 770 * 1024**2 if major >= 9 else Hardware.context_bytes
 
 
 def scaled_rate(tile: str) -> str:

@@ -1,9 +1,6 @@
 """Counts the bytes of the storages that operators make while a dispatch mode is active, until they are freed, and lists
-the allocator's calls: which blocks are allocated, and when each is freed.
-
-States of the CPU's random generator count too, which no operator makes. An operator written in Python is run dry: it
-runs on tensors without memory.
-"""
+the allocator's calls: which blocks are allocated, and when each is freed. An operator written in Python is run dry: on
+tensors without memory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """The storages of a joint graph with their bytes, and the values that a fusing compiler never holds in memory, since
-the kernels that read them compute them.
-
-The rules of fusing are those of inductor (`torch/_inductor/graph.py` `run_node`, `ir.py` `mark_reuse`); in doubt a
-value counts as held.
-"""
+the kernels that read them compute them. The rules of fusing are those of inductor (`torch/_inductor/graph.py`
+`run_node`, `ir.py` `mark_reuse`); in doubt a value counts as held."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Seconds of an ATen node by the roofline model (Williams et al. 2009): the longest of arithmetic, memory traffic and
-launch.
-
-Only the fake tensors in `node.meta["val"]` are read; nothing runs. Data-dependent sizes count as their upper bounds.
-"""
+launch. Only the fake tensors in `node.meta["val"]` are read, with upper bounds of data-dependent sizes; nothing
+runs."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """The staging buffer of torch's CUDA reductions, in bytes: the same arithmetic by which torch configures the kernel.
-
-Where several thread blocks reduce to one result, each writes its partial result to this buffer. Where the fastest
-dimension is not reduced, as for the gradients of biases, each column of threads in a block writes a partial result: 2
-to 512 MiB in all.
+Where several thread blocks reduce to one result, each writes its partial result to this buffer; where the fastest
+dimension is not reduced, as for the gradients of biases, each column of threads in a block does: 2 to 512 MiB in all.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`, `ReduceConfig::global_memory_size`, and
-aten/src/ATen/TensorIterator.cpp, `reorder_dimensions`, `coalesce_dimensions`, `SplitUntil32Bit`.
-"""
+aten/src/ATen/TensorIterator.cpp, `reorder_dimensions`, `coalesce_dimensions`, `SplitUntil32Bit`."""
 
 from __future__ import annotations
 

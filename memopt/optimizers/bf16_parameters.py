@@ -1,7 +1,5 @@
-"""Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution are not lost.
-
-A bfloat16 is the upper half of a float32. Stochastic rounding works on the bits, with one int32 for each element.
-"""
+"""Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution are not lost. A
+bfloat16 is the upper half of a float32; stochastic rounding works on the bits, with one int32 for each element."""
 
 from __future__ import annotations
 

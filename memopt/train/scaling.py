@@ -1,8 +1,6 @@
 """Loss scaling by `torch.amp.GradScaler` for several optimizers, of which all step or none; also used without fp16.
-
-Also `StepResult`, which a call of `TrainStep` returns, and `FollowUp`, which steps the schedulers once it is known
-whether the optimizers have stepped.
-"""
+Also `StepResult`, which a call of `TrainStep` returns, and `FollowUp`, which steps the schedulers once that is
+known."""
 
 from __future__ import annotations
 
