@@ -59,9 +59,8 @@ def runs_node(node: Any) -> bool:
 
 
 def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
-    """For each tensor input of the captured region whose backward runs: the leaf that was passed as this input, and
-    what autograd does with its gradient; (None, `Fate.RETURNED`) for no leaf. Looked up for all at once, to save
-    time."""
+    """For each tensor input of the captured region whose backward runs, all at once to save time: the leaf that was
+    passed as it, and what autograd does with its gradient; (None, `Fate.RETURNED`) for no leaf."""
     nodes: list[Any] = [node for node, _ in current_node().next_functions]
     leaves = [getattr(node, "variable", None) for node in nodes]
     executes = torch._C._will_engine_execute_node

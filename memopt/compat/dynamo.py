@@ -279,9 +279,8 @@ def forget_skipped() -> None:
 
 
 def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
-    """Whether any code object has several compilations by backends for which `is_ours` is true: where the graph broke
-    inside of a called function, guards do not cover what that read, and the latest may run in place of an earlier
-    one."""
+    """Whether any code object has several compilations by backends for which `is_ours` is true: if the graph broke
+    inside of a called function, guards do not cover what that read, and the latest may run in place of another."""
     return any(sum(map(is_ours, backends)) > 1 for _, backends in _compiled_codes())
 
 

@@ -162,9 +162,8 @@ class Gathered:
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """A context for a forward and backward on this rank alone: gathers and reductions allocate what they always do,
-        but communicate with no other rank; gathered parameters repeat this rank's shard. Gradients are removed for the
-        block and restored after it."""
+        """A context for a forward and backward on this rank alone: gathers, which repeat this rank's shard, and
+        reductions allocate what they always do, but do not communicate. Gradients are removed for the block."""
         self._whole = list(map(_WholeGradients, self._groups))
         with ExitStack() as stack:
             stack.callback(self._whole.clear)

@@ -92,9 +92,9 @@ class MemoryEvents:
             _map_blocks_from(2**25)
 
     def since_last(self) -> list[int] | None:
-        """The events since the last call, or since the start; recording continues. None where events are known only
-        after `stop`: with torch's profiler kineto, which takes long to restart, and in a backward, since autograd must
-        end with the profiler that it began with."""
+        """The events since the last call, or the start; recording continues. None where that is known only after
+        `stop`: with kineto, which is slow to restart, and in a backward, since autograd keeps the profiler it began
+        with."""
         if not self._legacy or current_backward() >= 0:
             return None
         events = self._events()

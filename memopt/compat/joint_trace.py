@@ -118,9 +118,8 @@ class AotTrace:
 
     @property
     def gradient_places(self) -> tuple[int, ...]:
-        """For each input of the region, the position of its gradient among those that the joint graph returns. The
-        gradient of a tensor subclass is several values there, and the position is that of the first; an input without a
-        gradient has a single None there."""
+        """For each input of the region, the position of its gradient among those that the joint graph returns: that of
+        the first for a tensor subclass, whose gradient is several values there, of a single None for no gradient."""
         wrappers = self.capture.maybe_subclass_meta
         return self.places if wrappers is None else _firsts(wrappers.grad_input_metas)
 

@@ -148,9 +148,8 @@ def _set_aside(is_innermost: Callable[[], bool]) -> Iterator[None]:
 
 
 def checkpoint_around() -> tuple[Any, bool] | None:
-    """The innermost `torch.utils.checkpoint` in which code runs now, as an object that is the same in its first and
-    second run, and whether this is the second run, in the backward. None outside of checkpoints, and in those with
-    `use_reentrant=True`."""
+    """The innermost `torch.utils.checkpoint` around this code, as an object that is the same in its first and second
+    run, and whether this is the second run. None outside of checkpoints, and with `use_reentrant=True`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = inspect.unwrap(hooks[0]) if hooks else None
     if getattr(pack, "__module__", None) != checkpoint.__module__:
@@ -176,9 +175,8 @@ def hooks_of_the_user() -> bool:
 
 
 def changed_since_saved(node: Any) -> str:
-    """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, so
-    that torch will raise an error in its backward. "" where there is none, `replace_saved` has freed any, or
-    `note_packed` has found hooks."""
+    """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, a
+    later error of torch; "" for none, or where `replace_saved` or `note_packed` have marked the node."""
     if node is None or _REPLACED in node.metadata or _PACKED in node.metadata:
         return ""
     try:

@@ -73,9 +73,8 @@ def has_unknown_float(value: Any) -> bool:
 
 
 def upper_bound(size: torch.SymInt) -> int:
-    """The largest value that a symbolic size may take: from `known_sizes` or `sizes_up_to` where these name its
-    symbols, else its hint if it has one, else from the bounds of the symbols; never below 0. Raises `CaptureError` if a
-    symbol has no bound."""
+    """The largest value that a symbolic size may take, at least 0: from `known_sizes` or `sizes_up_to` where these name
+    its symbols, else its hint, else the symbols' bounds. Raises `CaptureError` if a symbol has no bound."""
     node: Any = size.node
     known, may_be_smaller = _known_sizes.get() or ({}, False)
     values = {s: known[s.name] for s in node.expr.free_symbols if s.name in known}

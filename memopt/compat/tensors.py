@@ -55,9 +55,8 @@ is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
 def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory of `tensors`, without copies: those inside a wrapper (a quantised weight of
-    torchao, a sharded parameter), the indices and values of a sparse one, the values of a nested one, and a plain
-    tensor itself."""
+    """The tensors that hold the memory of `tensors`, without copies: those inside a wrapper (a quantised weight, a
+    sharded parameter), indices and values of a sparse one, values of a nested one, a plain tensor itself."""
     tensor: Any
     for tensor in tensors:
         if is_wrapper(tensor):

@@ -82,8 +82,7 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device)
 
 def _cache(target: torch.Tensor, source: torch.Tensor, rate: float, device: torch.device) -> tuple[int, float]:
     """The bytes, read and written together, up to which copies are at least 1.5 times as fast as large ones (`rate`),
-    less a quarter for other contents of the cache, and the bytes per second of such copies. (0, 0.0) where no size is
-    that fast."""
+    less a quarter for other contents of the cache, and the rate of such copies; (0, 0.0) for no size."""
     for power in range(26, 15, -1):
         numbers = 2**power // 2 // source.element_size()
         here = _copy_rate(target[:numbers], source[:numbers], device) if numbers <= source.numel() else 0.0

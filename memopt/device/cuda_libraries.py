@@ -140,9 +140,8 @@ def _recorded(call: OpCall, args: Any, kwargs: Any) -> list[int]:
 
 
 def from_events(events: Sequence[int], outputs: Sequence[int]) -> OpDryRun:
-    """The allocations and frees of an operator, from the bytes of each in order: positive for an allocation, negative
-    for a free, of the latest of several blocks of one size. `outputs` has the bytes of each result, among the blocks
-    that are left."""
+    """The allocations and frees of an operator, from the bytes of each in order, negative for a free of the latest of
+    several blocks of one size. `outputs` has the bytes of the results, among the blocks that are left."""
     calls: list[BlockCall] = []
     alive: dict[int, int] = {}
     for number, nbytes in enumerate(events):

@@ -190,9 +190,8 @@ _NOT_IN_FORMULAS = ("out", "out_dtype")
 
 
 def flop_formula(op: Any) -> Callable[..., Any] | None:
-    """A function of the arguments of a call of `op`, and of its result as `out_val`, that gives the call's
-    floating-point operations, two for a multiply-add, as a symbolic number for symbolic sizes; None for an operator
-    without a formula."""
+    """A function of the arguments of a call of `op`, and of its result as `out_val`, that gives its floating-point
+    operations, two for a multiply-add, symbolic for symbolic sizes; None for an operator without a formula."""
     formula = flop_registry.get(op.overloadpacket) if isinstance(op, OpOverload) else None
     if formula is None:
         return None
