@@ -348,14 +348,9 @@ def _tell() -> None:
 
 def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(  # the arguments of autograd's engine
-        outputs: Sequence[Any],
-        grad_tensors: Any,
-        keep_graph: bool,
-        create_graph: bool,
-        inputs: tuple[Any, ...] = (),
-        allow_unreachable: bool = False,
-        accumulate_grad: bool = False,
-    ) -> Any:
+        outputs: Sequence[Any], grad_tensors: Any, keep_graph: bool, create_graph: bool, inputs: tuple[Any, ...] = (),
+        allow_unreachable: bool = False, accumulate_grad: bool = False,
+    ) -> Any:  # fmt: skip
         for listener in tuple(_listeners):
             listener(outputs)
         additions: dict[int, Addition] = {}

@@ -214,24 +214,19 @@ def _convolution_backward(
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    heads = query.shape[1]  # those of key and value may be fewer, which torch's formula takes from 2.13 on only
-    return sdpa_flop_count(  # type: ignore[no-untyped-call]
-        query.shape, _with_heads(key, heads), _with_heads(value, heads)
-    )
+    return sdpa_flop_count(*_shapes(query, key, value))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
+    return sdpa_backward_flop_count(grad.shape, *_shapes(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _shapes(query: torch.Tensor, *others: torch.Tensor) -> list[tuple[int, ...]]:
+    """The shapes, with as many heads as the query has: torch's formula takes fewer for key and value from 2.13 on."""
     heads = query.shape[1]
-    return sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
-        grad.shape, query.shape, _with_heads(key, heads), _with_heads(value, heads)
-    )
-
-
-def _with_heads(tensor: torch.Tensor, heads: int) -> tuple[int, ...]:
-    batch, _, *rest = tensor.shape
-    return (batch, heads, *rest)
+    return [(one.shape[0], heads, *one.shape[2:]) for one in (query, *others)]
 
 
 # All have the argument order of CUDA's flash attention.

@@ -235,14 +235,12 @@ class _Traffic(EagerBytes):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        read = list(tensors_in((args, list((kwargs or {}).values()))))
-        written = [
-            tensor
-            for argument, value in zip(schema_of(func).arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tensors_in(value)
-        ]
-        if not schema_of(func).is_mutable:
+        read, schema = list(tensors_in((args, list((kwargs or {}).values())))), schema_of(func)
+        if schema.is_mutable:
+            given = zip(schema.arguments, args, strict=False)
+            into = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+            written = list(tensors_in(into))
+        else:
             held = {tensor.untyped_storage() for tensor in read}
             written = [tensor for tensor in tensors_in(result) if tensor.untyped_storage() not in held]
         if written and max(tensor.numel() for tensor in written) > 1:
