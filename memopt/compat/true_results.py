@@ -81,16 +81,14 @@ layout depends on the sizes."""
 
 def correct_strides(mode: FakeTensorMode) -> None:
     """From now on, let operators on fake tensors of this mode give results the strides and dtypes that kernels give. An
-    operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small
-    tensors, both real and fake, whose dtype and order of dimensions are compared."""
+    operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small tensors
+    of the same layouts, real and fake; where these differ, the real one's dtype and order are used."""
     if "dispatch" not in vars(mode):
         mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
 
 
 def may_differ(func: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """From now on, let operators on fake tensors of this mode give results the strides and dtypes that kernels give. An
-    operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small tensors
-    of the same layouts, real and fake; where these differ, the real one's dtype and order are used."""
+    """Whether the results of an operator on these operands may have other strides than torch's fake tensors show."""
     return _is_decomposed(func) and not all(tensor.is_contiguous() for tensor in tensors)
 
 
