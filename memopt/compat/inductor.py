@@ -110,7 +110,7 @@ def seeds_apart() -> Replacement:
 
 
 def draw_seeds_at_once(joint: fx.GraphModule) -> None:
-    """The replacement with which inductor leaves each random operator in a joint graph its own seed."""
+    """Have a joint graph that was traced with `seeds_apart`, which is edited, draw all its seeds in one call."""
     from torch._inductor.fx_passes.replace_random import fuse_seed_creation_pass
     from torch._inductor.virtualized import V
 
