@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache, partial
 from types import CodeType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -22,13 +22,6 @@ from memopt.compat.dynamo_rules import replacements
 from memopt.compat.fakes import broadcast_masks
 from memopt.compat.tensors import is_wrapper
 from passes.compat import private, replaced, replaced_all
-
-if TYPE_CHECKING:
-    from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    RecompileLimit = FailOnRecompileLimitHit
-    DynamoError = TorchDynamoException
 
 # Dynamo itself refuses settings that it does not have. Attributes that it sets on other objects are seen only there:
 # `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.

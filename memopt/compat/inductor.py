@@ -7,7 +7,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,9 +17,6 @@ from memopt.compat.fakes import FakeTensor, FakeTensorMode
 from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels, pools_as_they_are
 from memopt.compat.joint_trace import constants_as_attributes, gradients_without_gaps, unread_numbers_left
 from passes.compat import Replacement, private, replaced_all
-
-if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 PRIVATE_NAMES = private("""
     torch._inductor.compile_fx: compile_fx(module, inputs, inner_compile=, config_patches=) compile_fx_inner
@@ -134,9 +131,7 @@ def _fake_generator_states() -> AbstractContextManager[None]:
     return replaced_all([(kernels, FakeTensorMode, run_fake)])
 
 
-def _partitioner(
-    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], plan_hash: Callable[[], str]
-) -> CustomPartitionerFn:
+def _partitioner(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], plan_hash: Callable[[], str]) -> Any:
     """`partition` as the object that inductor takes, with `plan_hash()` in the keys of inductor's caches."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
