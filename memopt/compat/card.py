@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,9 +102,9 @@ class CardAttention(TorchFunctionMode):
         query, key, value = _as_autocast(query, key, value)
         tensors = query, key, value
         if attn_mask is None and self._takes_flash(*tensors, is_causal=is_causal, grouped=enable_gqa):
-            return _flash(*tensors, dropout_p, is_causal, scale)
+            return _flash(tensors, dropout_p, is_causal, scale)
         if self._takes_efficient(*tensors, grouped=enable_gqa):
-            return _efficient(*tensors, attn_mask, dropout_p, is_causal, scale)
+            return _efficient(tensors, attn_mask, dropout_p, is_causal, scale)
         return torch._scaled_dot_product_attention_math(
             *tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -143,36 +144,29 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(low) if tensor.dtype is not torch.float64 else tensor for tensor in tensors)
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, is_causal: bool, scale: float | None
-) -> torch.Tensor:
+def _flash(tensors: Sequence[torch.Tensor], dropout: float, is_causal: bool, scale: float | None) -> torch.Tensor:
     """Attention by the flash kernel. Heads are padded to a width that is a multiple of 8."""
-    width = query.shape[-1]
+    width = tensors[0].shape[-1]
     scale = width**-0.5 if scale is None else scale
     if further := -width % 8:
-        query, key, value = (F.pad(tensor, (0, further)) for tensor in (query, key, value))
-    result = aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0]
+        tensors = [F.pad(tensor, (0, further)) for tensor in tensors]
+    result = aten._scaled_dot_product_flash_attention(*tensors, dropout, is_causal, scale=scale)[0]
     return result[..., :width] if further else result
 
 
 def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
+    tensors: Sequence[torch.Tensor], mask: torch.Tensor | None, dropout: float, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
     """Attention by the memory-efficient kernel, with the mask as numbers in the query's dtype."""
+    query, key, value = tensors
     if mask is not None:
         if mask.dtype is torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
         columns = key.shape[-2]
         if further := -columns % _MASK_COLUMNS:
             mask = F.pad(mask, (0, further))[..., :columns]
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], columns)
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        mask = mask.expand(*query.shape[:3], columns)
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, differentiated, dropout, is_causal, scale=scale
     )[0]

@@ -174,15 +174,12 @@ COMMON: dict[str, Rule] = {
         lambda call: chunked_loss(call) + class_vectors(call),
     ),
     "fp8_delayed_scale": lambda call: 4 * KB,
-    **for_each("copy_out copy_back", nothing),  # of passes.ops.offload_ops: bytes are copied unchanged
-    **for_each(
-        "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
+    **for_each(  # the first two are of passes.ops.offload_ops
+        "copy_out copy_back clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like "
+        "rand_like randn_like "
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "
         "as_strided flip slice_scatter select_scatter diag_embed where masked_fill "
-        "amax amin dot vdot mv cummax cummin",
-        nothing,
-    ),
-    **for_each(
+        "amax amin dot vdot mv cummax cummin "
         "mse_loss_backward smooth_l1_loss_backward huber_loss_backward elu_backward glu glu_backward _prelu_kernel "
         "_prelu_kernel_backward log_sigmoid_backward softplus_backward hardswish "
         "hardswish_backward mish_backward leaky_relu_backward rrelu_with_noise_backward "
@@ -192,12 +189,11 @@ COMMON: dict[str, Rule] = {
     **for_each(MAKE_CONTIGUOUS, gaps),
     **for_each("mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits", loss),
     **for_each("logsumexp norm renorm", lambda call: 2 * one_input(call) + KB),
-    "median": one_input,
+    **for_each("median isinf im2col", one_input),
     **for_each("index _unsafe_index", index),
     **for_each("repeat binary_cross_entropy_backward unfold_backward", lambda call: 2 * KB),
     **for_each("tril triu", copies),
     "roll": lambda call: (max(1, len(call.argument(2) or ())) - 1) * first(call).dense_bytes + copies(call),
-    "isinf": one_input,
     "ldexp": output_bytes,
     "mvlgamma": lambda call: (1 + call.argument(1)) * one_input(call),
     **for_each("scatter_reduce index_reduce", by_counts),
@@ -213,13 +209,11 @@ COMMON: dict[str, Rule] = {
     **for_each("_unique _unique2", lambda call: all_bytes(call) + 32 * first(call).numel + KB),
     **for_each("any all", lambda call: 0 if first(call).dtype == torch.bool else first(call).numel + SCALARS),
     "count_nonzero": lambda call: 9 * first(call).numel + output_bytes(call) + KB,
-    "allclose": lambda call: 3 * all_bytes(call),
+    **for_each("allclose _euclidean_dist", lambda call: 3 * all_bytes(call)),
     "dist": lambda call: 2 * broadcast_numel(call.inputs) * first(call).dtype.itemsize,
     "kthvalue": lambda call: 2 * one_input(call) + 8 * first(call).numel,
     "masked_scatter_backward": lambda call: 24 * broadcast_numel(call.inputs[:2]),
     "multinomial": lambda call: 4 * one_input(call) + 16 * KB,
-    "im2col": one_input,
-    "_euclidean_dist": lambda call: 3 * all_bytes(call),
     "isin": lambda call: 24 * sum(spec.numel for spec in call.inputs),
 }
 
