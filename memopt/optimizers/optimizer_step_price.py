@@ -91,8 +91,8 @@ def optimizer_step_price(
     optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware
 ) -> OptimizerStepPrice:
     """The bytes and seconds of stepping all trained `parameters`, whose values are not read, by the plain optimizer.
-    Raises `ValueError` for an unknown name, for LBFGS and SparseAdam, for an optimizer that cannot be made from the
-    parameters alone, and for one whose steps cannot be run on fake tensors."""
+    Raises `ValueError` for an unknown name, for LBFGS, for an optimizer that cannot be made from the parameters alone,
+    and for one whose steps cannot be run on fake tensors."""
     if optimizer is None or not parameters:
         return NOTHING
     make, device = _maker(optimizer, parameters), device_of(hardware)
