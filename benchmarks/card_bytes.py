@@ -38,7 +38,7 @@ from benchmarks import processes
 from benchmarks.card_models import card_models
 from benchmarks.gpu_models import Size, made
 from benchmarks.stamp import stamp, write_result
-from memopt.compat.card_allocator import expandable_segments
+from memopt.compat.card import expandable_segments
 from memopt.errors import GIB
 
 RESULT = Path(__file__).parent / "results" / "card_bytes.json"

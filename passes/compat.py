@@ -8,6 +8,7 @@ A module declares the private names that it uses in `PRIVATE_NAMES`, which `memo
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,13 +24,13 @@ class Private:
     module: str
     attributes: str
     """The name within the module: `function`, `Class.method`, or an attribute that the instances of a class have."""
-    call: str | None = None
+    call: str | None
     """The arguments that it is called with, in words: those by position, then keywords as `name=`. None for what is not
     called, or is only called by its replacement, with the replacement's own arguments."""
-    since: tuple[int, int] = (0, 0)
-    until: tuple[int, int] = (999, 0)
+    since: tuple[int, int]
+    until: tuple[int, int]
     """The first and the last version of torch that has it; in others it is not looked for."""
-    needed: bool = True
+    needed: bool
     """Whether memopt cannot run without it; if False, there is a warning where it is missing."""
 
     @property
@@ -37,18 +38,32 @@ class Private:
         return f"{self.module}.{self.attributes}"
 
 
-def private(
-    module: str,
-    *names: str,
-    call: str | None = None,
-    since: tuple[int, int] = (0, 0),
-    until: tuple[int, int] = (999, 0),
-    needed: bool = True,
-) -> tuple[Private, ...]:
-    """Declares private names of the module `module`, as one `Private` each. Each text in `names` is one or several
-    names, separated by spaces; `call`, `since`, `until` and `needed` are as in `Private`, for all of them. Attributes
-    that only instances have are declared with `needed=False`: they cannot be looked up on the class."""
-    return tuple(Private(module, name, call, since, until, needed) for text in names for name in text.split())
+_NAME = re.compile(r"([\w.]+)(\([^)]*\))?(\?)?")
+
+
+def private(declared: str) -> tuple[Private, ...]:
+    """Declares private names, as one `Private` each. An entry begins on a line of its own with a module and a colon.
+    The names follow, each perhaps with the arguments of its call in parentheses and a "?" if memopt can do without it,
+    then the versions that have all of them: `torch.nn: Module._apply(self, fn) ._buffers? [since 2.13, until 2.14]`. A
+    name that begins with a dot is of the class before it. Attributes that only instances have get a "?", too: they
+    cannot be looked up on the class."""
+    found = []
+    for entry in re.split(r"\n\s*(?=[\w.]+:\s)", declared.strip()):
+        module, _, rest = entry.partition(":")
+        names, _, facts = rest.partition("[")
+        since, until = _version(facts, "since") or (0, 0), _version(facts, "until") or (999, 0)
+        owner = ""
+        for name, call, optional in _NAME.findall(names):
+            path = owner + name if name.startswith(".") else name
+            owner = path.rpartition(".")[0]
+            arguments = " ".join(call[1:-1].split()) if call else None
+            found.append(Private(module, path, arguments, since, until, not optional))
+    return tuple(found)
+
+
+def _version(facts: str, word: str) -> tuple[int, int] | None:
+    version = re.search(rf"{word} (\d+)\.(\d+)", facts)
+    return (int(version[1]), int(version[2])) if version else None
 
 
 Replacement: TypeAlias = tuple[Any, Any, Any]
@@ -99,15 +114,14 @@ def _set_all(replacements: Sequence[Replacement]) -> None:
             setattr(owner, name, value)
 
 
-PRIVATE_NAMES = (
-    *private("torch._ops", "OpOverload._schema", "OpOverload._overloadname", needed=False),
-    *private("torch.fx", "Graph._graph_namespace", "Node._erased", needed=False),
-    *private("torch.fx.graph", "_Namespace._obj_to_name", needed=False),
-    *private("torch._dispatch.python", "enable_python_dispatcher"),
-    *private("torch.fx.experimental.symbolic_shapes", "statically_known_true", "free_unbacked_symbols"),
-    *private("torch.fx.experimental.symbolic_shapes", "GuardOnDataDependentSymNode"),
-    *private("torch.fx.experimental.sym_node", "SymNode.has_hint", "SymNode.hint", needed=False),
-)
+PRIVATE_NAMES = private("""
+    torch._ops: OpOverload._schema? ._overloadname?
+    torch.fx: Graph._graph_namespace? Node._erased?
+    torch.fx.graph: _Namespace._obj_to_name?
+    torch._dispatch.python: enable_python_dispatcher
+    torch.fx.experimental.symbolic_shapes: statically_known_true free_unbacked_symbols GuardOnDataDependentSymNode
+    torch.fx.experimental.sym_node: SymNode.has_hint? .hint?
+""")
 
 
 def schema_of(operator: Any) -> Any:

@@ -28,7 +28,7 @@ from memopt.compat.autograd import (
 from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
 from memopt.compat.hooks import has_hooks
 from memopt.compat.host import is_on_host, reads_raise, reads_seen, same_memory
-from memopt.compat.modules import forward_hooks, without_backward_hooks
+from memopt.compat.modules import forward_hook_tables, without_backward_hooks
 from memopt.compat.operators import tree_leaves
 from memopt.compat.saved_tensors import unseen_by_hooks
 from memopt.compat.tensors import is_wrapper, special_kind
@@ -109,7 +109,7 @@ def count_plain_step(
     returns no scalar that requires a gradient, the backward goes on into an earlier graph, or user hooks would see
     tensors without values (forward hooks of modules, backward hooks of leaves that are no parameters of the model).
     Raises `ValueIsRead` where the code branches on values."""
-    if not all(_is_of_a_library(hook) for module in model.modules() for hook in forward_hooks(module)):
+    if not all(_is_of_a_library(hook) for table in forward_hook_tables(model.modules()) for hook in table.values()):
         return None
     how: Any = {"gradients_held": gradients_held, "most_bytes": most_bytes, "graph": graph}
     with torch.enable_grad(), undone_but_parameters(model), without_backward_hooks(model):

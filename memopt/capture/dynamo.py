@@ -18,12 +18,12 @@ from torch import fx, nn
 
 from memopt.capture.inputs import in_dtype, spreads_batch, takes_model, tensors_in
 from memopt.compat.dynamo import (
-    SeenSizes,
     capture_settings,
     compile_with,
     compiled_several_times,
     drop_compilations,
     fails_to_compile,
+    sizes_apart,
     without_propagated_marks,
 )
 from memopt.compat.dynamo_rules import keeping_requires_grad
@@ -196,14 +196,14 @@ def compile_call(
     from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
 
     _drop_freed()
-    compilations, sizes = _Compilations(backend), SeenSizes()
+    compilations, note_sizes = _Compilations(backend), sizes_apart()
     compiled = compile_with(_weak_backend(compilations), call, whole=whole, symbols=symbols)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
             with ExitStack() as stack:
-                for enter in (_capturing, capture_settings, sizes.noting):
+                for enter in (_capturing, capture_settings, note_sizes):
                     stack.enter_context(enter())
                 stack.enter_context(without_propagated_marks(tensors_in((args, kwargs))))
                 stack.enter_context(getattr(call, "around", nullcontext)())

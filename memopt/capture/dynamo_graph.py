@@ -14,9 +14,10 @@ from memopt.compat.fakes import unknown_numbers
 from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.host import is_on_host
 from memopt.compat.operators import is_nested_region, requiring_grad, tree_leaves
-from memopt.compat.symbols import fix_float, fixed_float, guard_errors, has_unknown_float
+from memopt.compat.symbols import fix_float, fixed_float, has_unknown_float
 from memopt.compat.tensors import has_no_storage, is_sharded, storage_key, with_memory
 from memopt.errors import CaptureError
+from passes.compat import depends_on_data
 from passes.graphs.node_facts import graph_results
 
 AUTHOR_CHECKPOINT = "memopt_author_checkpoint"
@@ -175,10 +176,8 @@ def _needs_numbers(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
             leaves = [one for one in fakes if isinstance(one, torch.Tensor) and one.requires_grad]
             if roots and leaves:
                 torch.autograd.grad(roots, leaves, allow_unused=True)
-    except guard_errors():
-        return True
-    except Exception:  # the trace that follows raises it
-        return False
+    except Exception as error:  # the trace that follows raises any other
+        return depends_on_data(error)
     return run.sized
 
 

@@ -20,19 +20,15 @@ from torch.utils import checkpoint
 from memopt.errors import UnplannedGradientError
 from passes.compat import private
 
-PRIVATE_NAMES = (
-    *private("torch._C", "_will_engine_execute_node _current_autograd_node _current_graph_task_id"),
-    *private("torch._C._autograd", "_get_current_graph_task_keep_graph"),
-    *private("torch.autograd", "_get_sequence_nr"),
-    *private("torch.autograd.graph", "Node._sequence_nr"),
-    *private("torch.autograd.graph", "_engine_run_backward", call="outputs"),
-    *private("torch.autograd", "_engine_run_backward", call="outputs"),
-    *private("torch.autograd.graph", "Node._input_metadata", needed=False),
-    *private("torch._C._functorch", "maybe_current_level is_batchedtensor is_legacy_batchedtensor"),
-    *private("torch.autograd.forward_ad", "_current_level"),
-    *private("torch.utils.checkpoint", "_StopRecomputationError"),
-    *private("torch.autograd", "Variable._execution_engine.queue_callback"),  # as DDP does
-)
+PRIVATE_NAMES = private("""
+    torch._C: _will_engine_execute_node _current_autograd_node _current_graph_task_id
+    torch._C._autograd: _get_current_graph_task_keep_graph
+    torch.autograd: _get_sequence_nr _engine_run_backward(outputs) Variable._execution_engine.queue_callback
+    torch.autograd.graph: Node._sequence_nr ._input_metadata? _engine_run_backward(outputs)
+    torch._C._functorch: maybe_current_level is_batchedtensor is_legacy_batchedtensor
+    torch.autograd.forward_ad: _current_level
+    torch.utils.checkpoint: _StopRecomputationError
+""")
 
 
 class Fate(Enum):
@@ -63,11 +59,8 @@ def runs_node(node: Any) -> bool:
 
 
 def receivers() -> list[tuple[torch.Tensor | None, Fate]]:
-    """For each tensor input of the captured region whose backward runs: the leaf that was passed as this input, and
-    what autograd does with its gradient; (None, `Fate.RETURNED`) where the input was no leaf.
-
-    Every backward needs this for all inputs, so they are looked up at once: a call for each would take longer than
-    the rest of memopt's work in that backward."""
+    """For each tensor input of the captured region whose backward runs, all at once to save time: the leaf that was
+    passed as it, and what autograd does with its gradient; (None, `Fate.RETURNED`) for no leaf."""
     nodes: list[Any] = [node for node, _ in current_node().next_functions]
     leaves = [getattr(node, "variable", None) for node in nodes]
     executes = torch._C._will_engine_execute_node
@@ -170,9 +163,8 @@ class Retention:
 
     def further(self, order: int, parameters: frozenset[int] = frozenset()) -> Retention:
         """A copy whose `derived` counts one more computation of gradients with a graph of their own. `order` is 1 for
-        gradients of the forward, 2 for gradients of such gradients, and so on; it is lowered to 1 above the
-        highest order that `self` counts. `parameters` has the `id`s of parameters whose gradients are computed; they
-        are added to the copy's."""
+        gradients of the forward, 2 for gradients of such gradients, and so on, at most 1 above the highest order that
+        `self` counts. `parameters` has the `id`s of the parameters by which they are computed."""
         order = min(order, 1 + len(self.derived))
         derived = [*self.derived, *[0] * (order - len(self.derived))]
         derived[order - 1] += 1
@@ -235,9 +227,8 @@ def depends_on_earlier(outputs: Iterable[torch.Tensor], number: int) -> bool:
 
 
 def nodes_since(nodes: Iterable[Any], number: int) -> list[Any]:
-    """The autograd nodes `nodes`, and those behind them that were made since `next_node_number` returned `number`, in
-    the order in which they were made. Nodes that a backward from `nodes` reaches only through older ones are left out,
-    and so are nodes of leaves."""
+    """The autograd nodes `nodes`, and those behind them made since `next_node_number` returned `number`, in the order
+    in which they were made; without nodes of leaves, and those that are reached only through older ones."""
     found = _reached_from(set(nodes), lambda node: not hasattr(node, "variable") and node._sequence_nr() >= number)
     return sorted(found, key=lambda node: node._sequence_nr())
 
@@ -254,24 +245,18 @@ def _nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     return _reached_from({output.grad_fn for output in outputs if output.grad_fn is not None})
 
 
-def _reached_from(
-    nodes: set[Any], among: Callable[[Any], bool] = lambda node: True, beyond: Callable[[Any], bool] = lambda node: True
-) -> Iterator[Any]:
+def _reached_from(nodes: set[Any], among: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
     left = list(nodes)
     while left:
-        node = left.pop()
-        yield node
-        if not beyond(node):
-            continue
+        yield (node := left.pop())
         found = {further for further, _ in node.next_functions if further is not None and among(further)} - nodes
         nodes |= found
         left += found
 
 
 def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
-    """The autograd nodes that a backward from `roots` (tensors or edges) runs before the ends, in the order of the
-    backward, and the ends: the first node on each path for which `is_end` is true. Nodes of leaves are in neither
-    list."""
+    """The autograd nodes that a backward from `roots` (tensors or edges) runs before the ends, in its order, and the
+    ends: the first node on each path for which `is_end` is true. Nodes of leaves are in neither list."""
     left: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
     seen: set[Any] = {None}
     nodes, ends = list[Any](), list[Any]()
@@ -288,8 +273,7 @@ def graph_until(roots: Iterable[Any], is_end: Callable[[Any], bool]) -> tuple[li
 
 
 def passes_by(roots: Iterable[Any], mark: str, value: object) -> bool:
-    """Whether a backward from `roots` (tensors or edges) reaches a node with `value` in the collection
-    `node.metadata[mark]`."""
+    """Whether a backward from `roots` (tensors or edges) reaches a node with `value` in `node.metadata[mark]`."""
     return bool(graph_until(roots, lambda node: value in node.metadata.get(mark, ()))[1])
 
 
@@ -338,10 +322,9 @@ class Watcher(Protocol):
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
         """Called when a backward starts from `starts`, tensors or edges, that is to compute the gradients of `inputs`.
-        Returns the additions to these gradients, by position in `inputs`.
-
-        `order` is 0 unless the gradients get an autograd graph (`create_graph=True`), else 1 more than the highest
-        order of the gradients from which `starts` were computed. `frees` says that the backward frees its graph."""
+        Returns the additions to these gradients, by position. `order` is 0 unless the gradients get an autograd graph
+        (`create_graph=True`), else 1 more than the highest order of the gradients from which `starts` were computed.
+        `frees` says that the backward frees its graph."""
 
     def after_backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Called after a backward whose gradients have a graph of their own. `gradients` has those that the backward
@@ -349,8 +332,7 @@ class Watcher(Protocol):
 
 
 def _tell() -> None:
-    """Replace torch's function that starts a backward if there is a listener or a watcher, else put torch's own
-    back."""
+    """Replace torch's function that starts a backward if there is a listener or a watcher, else restore it."""
     if not _listeners and not _watchers:
         for module, telling, own in _told:
             if module._engine_run_backward is telling:
@@ -365,19 +347,30 @@ def _tell() -> None:
 
 
 def _telling(own: Callable[..., Any]) -> Callable[..., Any]:
-    def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def run_backward(  # the arguments of autograd's engine
+        outputs: Sequence[Any], grad_tensors: Any, keep_graph: bool, create_graph: bool, inputs: tuple[Any, ...] = (),
+        allow_unreachable: bool = False, accumulate_grad: bool = False,
+    ) -> Any:  # fmt: skip
         for listener in tuple(_listeners):
             listener(outputs)
-        inputs = tuple(kwargs.get("inputs", args[3] if len(args) > 3 else ()))
         additions: dict[int, Addition] = {}
-        create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
-        order = 1 + _order_of(outputs) if create_graph and _watchers else 0
-        keeps = bool(kwargs.get("keep_graph", args[1] if len(args) > 1 else False))
+        order = 0
+        if create_graph and _watchers:  # 1 more than the highest order of the gradients that `outputs` came from
+            nodes, _ = graph_until(outputs, lambda node: False)
+            order = 1 + max([int(node.metadata.get(_ORDER, 0)) for node in nodes], default=0)
         for watcher in tuple(_watchers):
-            additions.update(watcher.before_backward(outputs, inputs, order, frees=not keeps))
+            additions.update(watcher.before_backward(outputs, inputs, order, frees=not keep_graph))
+        run = partial(own, outputs, grad_tensors, keep_graph, create_graph, accumulate_grad=accumulate_grad)
         try:
-            whole = partial(_with_additions, partial(own, outputs), additions) if additions else None
-            found = whole(args, kwargs) if whole else own(outputs, *args, **kwargs)
+            if additions and accumulate_grad:
+                raise UnplannedGradientError(
+                    "backward(inputs=…) names an output from which the model computes other outputs: the captured "
+                    "backward does not give that gradient; ask for it with torch.autograd.grad(loss, output)"
+                )
+            if additions:
+                found = _with_additions(run, additions, inputs, create_graph, allow_unreachable)
+            else:
+                found = run(inputs, allow_unreachable=allow_unreachable)
             for gradient in (found or ()) if order else ():
                 if has_node(gradient):
                     gradient.grad_fn.metadata[_ORDER] = order
@@ -408,26 +401,17 @@ _ORDER = "memopt order"
 """The key in a node's metadata of the order of its gradient, if that has a graph of its own."""
 
 
-def _order_of(starts: Iterable[Any]) -> int:
-    """The highest order of the gradients that tensors or edges were computed from; 0 for none."""
-    return max([int(node.metadata.get(_ORDER, 0)) for node in graph_until(starts, lambda node: False)[0]], default=0)
-
-
 def _with_additions(
-    own: Callable[..., tuple[Any, ...]], additions: Mapping[int, Addition], args: Sequence[Any], kwargs: Any
+    run: Callable[..., tuple[Any, ...]],
+    additions: Mapping[int, Addition],
+    inputs: tuple[Any, ...],
+    create_graph: bool,
+    unreachable: bool,
 ) -> tuple[Any, ...]:
-    """The gradients that a backward is asked for, with the additions, by their positions. `own` starts the backward; it
-    takes what torch passes (`args` and `kwargs`) beside the tensors at which it starts. Raises `UnplannedGradientError`
-    for a `backward(inputs=…)`, which accumulates gradients instead of returning them."""
-    *first, inputs, unreachable, accumulates = [*args, *(kwargs[name] for name in _KEYWORDS if name in kwargs)]
-    _, _, create_graph = first
-    if accumulates:
-        raise UnplannedGradientError(
-            "backward(inputs=…) names an output from which the model computes other outputs: the captured backward "
-            "does not give that gradient; ask for it with torch.autograd.grad(loss, output)"
-        )
+    """The gradients of `inputs` with the additions, by their positions; `run` returns those of a tuple of edges or
+    tensors. Without `unreachable`, an input that was not used is an error."""
     edges = [GradientEdge(*edge) for addition in additions.values() for edge in addition.edges]
-    found = list(own(*first, (*inputs, *edges), True, accumulates))
+    found = list(run((*inputs, *edges), allow_unreachable=True))
     beside = iter(found[len(inputs) :])
     for number, addition in additions.items():
         found[number] = addition.total(found[number], [next(beside) for _ in addition.edges], create_graph)
@@ -435,8 +419,6 @@ def _with_additions(
         raise RuntimeError("a tensor whose gradient is asked for was not used; allow_unused=True gives None for it")
     return tuple(found[: len(inputs)])
 
-
-_KEYWORDS = ("inputs", "allow_unreachable", "accumulate_grad")
 
 _listeners: list[Callable[[Sequence[Any]], None]] = []
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
@@ -468,16 +450,13 @@ def edge_of(end: Any) -> tuple[Any, int]:
 def edges_reached(starts: Iterable[Any], ends: Collection[Any]) -> set[tuple[Any, int]]:
     """The edges of the autograd graph (a node and the number of its output) that a backward from `starts` (tensors or
     edges) goes through. It stops at the nodes in `ends`."""
-    seen = set(map(edge_of, starts))
-    for node in _reached_from({node for node, _ in seen}, beyond=lambda node: node not in ends):
-        seen.update(edge for edge in node.next_functions if node not in ends)
-    return seen
+    nodes, _ = graph_until(starts, lambda node: node in ends)
+    return {*map(edge_of, starts), *(edge for node in nodes for edge in node.next_functions)}
 
 
 def python_nodes(node: Any) -> Iterator[Any]:
-    """The nodes of `autograd.Function`s, such as those of regions, at `node`: `node` itself if it is one, else those
-    among its next nodes. An in-place operator on a region's output puts a node (`CopyBackwards`) in front of the
-    region's."""
+    """The nodes of `autograd.Function`s, such as those of regions, at `node`: itself if it is one, else those among its
+    next nodes, since an in-place operator on a region's output puts a node (`CopyBackwards`) in front."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         yield node
     else:

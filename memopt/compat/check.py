@@ -1,8 +1,6 @@
-"""Whether this torch has the private names that memopt uses, as they were in the versions that were tested.
-
-Each module of `memopt.compat`, and `passes.compat`, declares the private names that it uses in `PRIVATE_NAMES`. `check`
-looks them up when memopt is first used; those in parts of torch that are imported later, it looks up then.
-"""
+"""Whether this torch has the private names that memopt uses, as they were in the versions that were tested: those that
+each module of `memopt.compat`, and `passes.compat`, declares in `PRIVATE_NAMES`. `check` looks them up when memopt is
+first used; those in parts of torch that are imported later, it looks up then."""
 
 from __future__ import annotations
 

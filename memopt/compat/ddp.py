@@ -15,22 +15,13 @@ from memopt.compat.tensors import is_view
 from passes.compat import private
 
 # DDP's own mixed precision calls the reducer's hooks from Python.
-PRIVATE_NAMES = (
-    *private(
-        "torch.nn.parallel.distributed",
-        "DistributedDataParallel._get_active_ddp_module DistributedDataParallel._build_params_for_reducer "
-        "DistributedDataParallel._get_ddp_logging_data",
-    ),
-    *private(
-        "torch.nn.parallel.distributed",
-        "DistributedDataParallel._delay_all_reduce_all_params DistributedDataParallel._use_python_reducer "
-        "DistributedDataParallel._ddp_sink_clone DistributedDataParallel._static_graph_delay_allreduce_enqueued "
-        "DistributedDataParallel._join_config",
-        needed=False,
-    ),
-    *private("torch._C._distributed_c10d", "Reducer._autograd_hook Reducer._remove_autograd_hooks"),
-    *private("torch.distributed.distributed_c10d", "_get_default_store"),
-)
+PRIVATE_NAMES = private("""
+    torch.nn.parallel.distributed: DistributedDataParallel._get_active_ddp_module ._build_params_for_reducer
+        ._get_ddp_logging_data ._delay_all_reduce_all_params? ._use_python_reducer? ._ddp_sink_clone?
+        ._static_graph_delay_allreduce_enqueued? ._join_config?
+    torch._C._distributed_c10d: Reducer._autograd_hook ._remove_autograd_hooks
+    torch.distributed.distributed_c10d: _get_default_store
+""")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -42,71 +33,64 @@ def shared_store() -> Any | None:
     """The key-value store that all ranks of the default process group share; None without such a group."""
     if not distributed.is_available() or not distributed.is_initialized():
         return None
-    anything: Any = distributed.distributed_c10d
-    return anything._get_default_store()
+    return distributed.distributed_c10d._get_default_store()
 
 
 def active_wrapper() -> DistributedDataParallel | None:
     """The DDP wrapper whose forward is running; None outside of one."""
-    anything: Any = DistributedDataParallel
-    found: DistributedDataParallel | None = anything._get_active_ddp_module()
-    return found
+    return _DDP._get_active_ddp_module()
 
 
-def check_wrapper(wrapper: DistributedDataParallel) -> None:
+_DDP: Any = DistributedDataParallel
+
+
+def check_wrapper(wrapper: Any) -> None:
     """Raise `ValueError` for options of a DDP wrapper that memopt cannot plan for: its own mixed precision, an
     all-reduce that is delayed for all parameters, and the Python reducer."""
-    anything: Any = wrapper
     if wrapper.mixed_precision is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=…) trains copies of the parameters in 16 bits, which no plan "
             "counts; leave it out, and give memopt.optimize a precision"
         )
-    if anything._delay_all_reduce_all_params:
+    if wrapper._delay_all_reduce_all_params:
         raise ValueError(
             "DistributedDataParallel(delay_all_reduce_named_params=…) with all parameters runs the model's forward "
             "without its plan; leave the option out"
         )
-    if anything._use_python_reducer:
+    if wrapper._use_python_reducer:
         raise ValueError(
             "torch._dynamo.config.optimize_ddp = 'python_reducer' exchanges gradients by compiled autograd, which a "
             "planned model does not use; leave the setting at its default when DistributedDataParallel is made"
         )
 
 
-def clones_outputs(wrapper: DistributedDataParallel) -> bool:
+def clones_outputs(wrapper: Any) -> bool:
     """Whether the next forward returns clones of the tensors that the module returns."""
-    anything: Any = wrapper
     sinks = defers_exchange(wrapper) or (wrapper.find_unused_parameters and not wrapper.static_graph)
-    return sinks and anything._ddp_sink_clone
+    return sinks and wrapper._ddp_sink_clone
 
 
-def defers_exchange(wrapper: DistributedDataParallel) -> bool:
+def defers_exchange(wrapper: Any) -> bool:
     """Whether the next backward exchanges all gradients at its end, as the first one of a static graph does."""
-    anything: Any = wrapper
-    return wrapper.static_graph and not anything._static_graph_delay_allreduce_enqueued
+    return wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
 
 
-def takes_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
+def takes_uneven_inputs(wrapper: Any) -> bool:
     """Whether ranks may run different numbers of forwards, as under `wrapper.join()`."""
-    anything: Any = wrapper
-    return bool(anything._join_config.enable)
+    return bool(wrapper._join_config.enable)
 
 
 class ReducerHooks:
-    """The hooks that notify a wrapper's reducer of each accumulated gradient, in Python in place of DDP's own in C++.
+    """The hooks that notify a wrapper's reducer of each accumulated gradient, in Python in place of DDP's own in C++;
+    the reducer then does what it does for DDP's own. `ready` notifies the reducer in the middle of a backward; the hook
+    then does nothing for that parameter in that backward."""
 
-    The reducer then does what it does for DDP's own hooks: the gradient goes into its bucket, and a full bucket is
-    exchanged. `ready` notifies the reducer earlier, in the middle of a backward; the hook then does nothing for that
-    parameter in that backward."""
-
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
-        anything: Any = wrapper
-        facts = anything._get_ddp_logging_data()
+    def __init__(self, wrapper: Any) -> None:
+        facts = wrapper._get_ddp_logging_data()
         self.nbytes = int(facts["total_parameter_size_bytes"])
         """The bytes of all buckets."""
-        self.reducer = weakref.ref(anything.reducer)
-        self._parameters: list[nn.Parameter] = anything._build_params_for_reducer()[0]
+        self.reducer = weakref.ref(wrapper.reducer)
+        self._parameters: list[nn.Parameter] = wrapper._build_params_for_reducer()[0]
         if len(self._parameters) != int(facts["num_parameter_tensors"]):  # some were frozen since: numbers have changed
             self._parameters = []
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
@@ -149,11 +133,6 @@ class ReducerHooks:
             accumulate: Any = torch.autograd.graph.get_gradient_edge(parameter).node
             accumulate.register_hook(partial(_after_accumulation, weakref.ref(self), number))
 
-    def after_accumulation(self, number: int) -> None:
-        """Notify the reducer that its parameter `number` has its gradient, unless `ready` did so in this backward."""
-        if self._ready.pop(number, None) != current_backward():
-            self._tell(number)
-
     def _tell(self, number: int) -> None:
         reducer: Any = self.reducer()
         if reducer is not None:
@@ -178,9 +157,10 @@ class ReducerHooks:
 
 
 def _after_accumulation(hooks: weakref.ref[ReducerHooks], number: int, *_: Any) -> None:
+    """Notify the reducer that its parameter `number` has its gradient, unless `ready` did so in this backward."""
     found = hooks()
-    if found is not None:
-        found.after_accumulation(number)
+    if found is not None and found._ready.pop(number, None) != current_backward():
+        found._tell(number)
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, ReducerHooks] = weakref.WeakKeyDictionary()

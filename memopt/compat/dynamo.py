@@ -1,8 +1,5 @@
-"""Dynamo: its settings, errors and caches, and the context in which a region can be traced again.
-
-torch._dynamo takes more than a second to import, so functions import it. The error classes are looked up at first use:
-import them inside the function that catches them.
-"""
+"""Dynamo: its settings, errors and caches, and the context in which a region can be traced again. torch._dynamo takes
+more than a second to import, so functions import it; import the error classes inside the function that catches them."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -26,32 +23,25 @@ from memopt.compat.fakes import broadcast_masks
 from memopt.compat.tensors import is_wrapper
 from passes.compat import private, replaced, replaced_all
 
-if TYPE_CHECKING:
-    from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    RecompileLimit = FailOnRecompileLimitHit
-    DynamoError = TorchDynamoException
-
 # Dynamo itself refuses settings that it does not have. Attributes that it sets on other objects are seen only there:
 # `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
-PRIVATE_NAMES = (
-    *private("torch._dynamo.exc", "BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException"),
-    *private("torch._dynamo.config", "_make_closure_patcher"),
-    *private("torch._functorch.config", "_make_closure_patcher"),
-    *private("torch.compiler.config", "_make_closure_patcher"),
-    *private("torch._dynamo.eval_frame", "cached_backends DynamoStance _stance"),
-    *private("torch._dynamo.convert_frame", "input_codes.seen"),
-    *private("torch._dynamo", "maybe_mark_dynamic"),
-    *private("torch._C._dynamo.eval_frame", "_debug_get_cache_entry_list reset_code"),
-    *private("torch._guards", "TracingContext.get tracing"),
-    *private("torch._dynamo.pgo", "_CODE_STATE CodeState"),
-    *private("torch.compiler", "_is_exporting_flag"),
-    *private("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx", call=""),
-    *private("torch._dynamo.side_effects", "SideEffects._get_modified_vars", call="self"),
-    *private("torch._dynamo.variables.base", "VariableTracker.is_python_constant VariableTracker.as_python_constant"),
-    *private("torch._dynamo.variables.base", "AttributeMutationNew ValueMutationNew"),
-)
+PRIVATE_NAMES = private("""
+    torch._dynamo.exc: BackendCompilerFailed FailOnRecompileLimitHit TorchDynamoException
+    torch._dynamo.config: _make_closure_patcher
+    torch._functorch.config: _make_closure_patcher
+    torch.compiler.config: _make_closure_patcher
+    torch._dynamo.eval_frame: cached_backends DynamoStance _stance
+    torch._dynamo.convert_frame: input_codes.seen
+    torch._dynamo: maybe_mark_dynamic
+    torch._C._dynamo.eval_frame: _debug_get_cache_entry_list reset_code
+    torch._guards: TracingContext.get tracing
+    torch._dynamo.pgo: _CODE_STATE CodeState
+    torch.compiler: _is_exporting_flag
+    torch._dynamo.symbolic_convert: InstructionTranslator.current_tx()
+    torch._dynamo.side_effects: SideEffects._get_modified_vars(self)
+    torch._dynamo.variables.base: VariableTracker.is_python_constant .as_python_constant AttributeMutationNew
+        ValueMutationNew
+""")
 
 _ERRORS = {
     "BackendCompilerFailed": "BackendCompilerFailed",
@@ -95,8 +85,7 @@ def _is_as_before(changed: Any, attributes: dict[str, Any] | None) -> bool:
 
 
 RECOMPILE_LIMIT = 256
-"""The most compilations of one code object: one for each set of input shapes of a call, or of a function that it
-calls."""
+"""The most compilations of one code object: one for each set of input shapes."""
 
 
 def __getattr__(name: str) -> Any:
@@ -111,11 +100,10 @@ def __getattr__(name: str) -> Any:
 def capture_settings() -> Iterator[None]:
     """Context with the Dynamo and AOTAutograd settings under which models are captured and run.
 
-    Sizes and scalars that depend on data become symbols of the graph. Beyond the limit of recompilations an error is
-    raised instead of an eager run, which could exceed the budget. Derivatives that the code takes itself are calls in
-    the graph. Dropout is recomputed from saved generator states. The buckets of DistributedDataParallel do not split
-    the forward. Profiles of sizes that Dynamo has written to disk are neither read nor written. Where the user has
-    switched `torch.compile` off, code is compiled all the same, since no budget would hold otherwise.
+    Sizes and scalars that depend on data become symbols, derivatives that the code takes itself calls in the graph.
+    Beyond the limit of recompilations an error is raised instead of an eager run, which could exceed the budget.
+    Dropout is recomputed from saved generator states. DDP's buckets do not split the forward. Profiles of sizes on disk
+    are neither read nor written. Code is compiled also where the user has switched `torch.compile` off.
 
     Hooks that are added after a capture, and parameters that are unfrozen after it, make Dynamo capture again. By
     default, torch 2.11 skips the guards of parameters, and under Python 3.13 those of whole modules, as long as the
@@ -136,8 +124,7 @@ def capture_settings() -> Iterator[None]:
 @lru_cache(maxsize=4)
 def _changes(ignored: frozenset[Any]) -> tuple[Callable[[], Callable[[], None]], ...]:
     """Functions that make the settings and return one that undoes them, where logging functions `ignored` break no
-    graph. They are made once: `config.patch` makes a context variable each time, which is never freed, and takes three
-    times as long."""
+    graph. Made once: `config.patch` makes a context variable each time, which is never freed."""
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
@@ -175,10 +162,8 @@ def is_exporting() -> bool:
 
 
 def keep_nodes(graph_module: fx.GraphModule) -> None:
-    """Prevent Dynamo from erasing the nodes of the graph that it passed to a backend once the compilation is over, also
-    where the backend raises an error.
-
-    Torch 2.15 then erases all nodes of the graph; torch 2.13 did so only where it traced the call again."""
+    """Prevent Dynamo from erasing the nodes of the graph that it passed to a backend once the compilation is over or
+    failed: torch 2.15 then erases all; torch 2.13 did so only where it traced the call again."""
     vars(graph_module.graph)["_clear_nodes"] = _clear_nothing
 
 
@@ -190,9 +175,7 @@ def compile_with(
     backend: Callable[..., Any], call: Callable[..., Any], *, whole: bool, symbols: bool = False
 ) -> Callable[..., Any]:
     """`call` compiled by `backend`, also where `TORCHDYNAMO_DISABLE` is set. With `whole`, a graph break is an error.
-
-    Each set of shapes gets a graph; with `symbols`, sizes that differ between calls become symbols of one graph.
-    """
+    Each set of shapes gets a graph; with `symbols`, sizes that differ between calls become symbols of one graph."""
     from torch._dynamo.eval_frame import cached_backends
 
     known = set(cached_backends)
@@ -211,38 +194,28 @@ def compile_with(
 _OFF = "TORCHDYNAMO_DISABLE"
 
 
-class SeenSizes:
-    """The sizes that Dynamo saw in the calls of one compiled function; those that differ become symbols.
+def sizes_apart() -> Callable[[], AbstractContextManager[None]]:
+    """A function that makes contexts, within `capture_settings`, in which Dynamo records the sizes of calls apart;
+    those that differ become symbols. By default it records them for the whole process, by the code of a layer or of the
+    model's class: sizes would become symbols because another model was called with other ones."""
+    from torch._dynamo import pgo
 
-    By default, Dynamo records them for the whole process, by the code in which an input is first used: that of a layer
-    or of the model's class. Sizes that never change in this model would become symbols because another model was called
-    with other ones."""
-
-    def __init__(self) -> None:
-        self._noted: Any = None
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Context, within `capture_settings`, in which Dynamo records the sizes of calls in this object."""
-        from torch._dynamo import pgo
-
-        state: Any = pgo
-        if self._noted is None:
-            self._noted = defaultdict(state.CodeState)
-        with replaced(state, "_CODE_STATE", self._noted):
-            yield
+    state: Any = pgo
+    return partial(replaced, state, "_CODE_STATE", defaultdict(state.CodeState))
 
 
 @contextmanager
 def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
-    """Context in which Dynamo makes symbols of some sizes in the calls that it captures, unless the code requires one
-    value. `places` names the sizes, each by a tensor and a dimension. After the context the tensors have the marks
-    (`mark_dynamic`) that they had before."""
+    """Context in which Dynamo makes symbols of the sizes at `places`, each a tensor and a dimension, unless the code
+    requires one value. Afterwards the tensors have the marks (`mark_dynamic`) that they had before."""
     from torch._dynamo import maybe_mark_dynamic
 
     chosen = list(places)
     parts = {id(part): part for tensor, _ in chosen for part in _parts(tensor)}
-    before = {key: _marks(part) for key, part in parts.items()}
+    before = {
+        key: {name: copy.copy(vars(part)[name]) for name in _MARKS if name in vars(part)}  # marking changes them
+        for key, part in parts.items()
+    }
     for tensor, dimension in chosen:
         maybe_mark_dynamic(tensor, dimension)
     try:
@@ -256,9 +229,8 @@ def marked_changing(places: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None
 
 @contextmanager
 def without_propagated_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Context in which `tensors` lack the marks by which Dynamo makes symbols of their sizes. Compiled code leaves such
-    marks on the tensors that it saves or returns, inputs included, for each size that was a symbol in it. They would
-    act in every later capture, of other models too."""
+    """Context in which `tensors` lack the marks by which Dynamo makes symbols of their sizes. Compiled code leaves them
+    on tensors that it saves or returns, inputs included, and they would act in every later capture of any model."""
     hidden = [(tensor, vars(tensor).pop(_PROPAGATED, None)) for tensor in tensors]
     try:
         yield
@@ -273,11 +245,6 @@ _PROPAGATED = "_dynamo_propagated_dynamic_indices"
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 
-def _marks(tensor: torch.Tensor) -> dict[str, Any]:
-    """Copies of the marks on a tensor by their names: marking a tensor changes them in place."""
-    return {name: copy.copy(vars(tensor)[name]) for name in _MARKS if name in vars(tensor)}
-
-
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor, and those that a tensor subclass wraps, at any depth."""
     yield tensor
@@ -289,28 +256,24 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def drop_compilations(is_dead: Callable[[Any], bool]) -> None:
     """Empty Dynamo's cache for each code object whose compilations all come from backends for which `is_dead` is true.
-
-    Nothing else frees such compilations: the cache entries of a model's forward belong to its class, and the code that
-    Dynamo made for one model is kept alive by its own entries, which the garbage collector cannot see. Not to be called
-    while Dynamo compiles."""
+    Nothing else frees them: the entries of a model's forward belong to its class, or keep their own code alive, unseen
+    by the garbage collector. Not to be called while Dynamo compiles."""
     for code, backends in _compiled_codes():
         if backends and all(map(is_dead, backends)):
             torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def forget_skipped() -> None:
-    """Make Dynamo try again to capture code that it has given up on: where the user's code raised an exception while
-    being captured, Dynamo skips it in all later calls. Not to be called while Dynamo compiles."""
+    """Make Dynamo try again to capture code that it has given up on, as after an exception of the user's code. Not to
+    be called while Dynamo compiles."""
     for code, backends in _compiled_codes():
         if not backends:
             torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def compiled_several_times(is_ours: Callable[[Any], bool]) -> bool:
-    """Whether any code object has several compilations by backends for which `is_ours` is true.
-
-    If a compilation broke the graph inside of a called function, its guards do not cover what that function read.
-    Dynamo tries the latest compilation first, so it may run where an earlier one ran before."""
+    """Whether any code object has several compilations by backends for which `is_ours` is true: if the graph broke
+    inside of a called function, guards do not cover what that read, and the latest may run in place of another."""
     return any(sum(map(is_ours, backends)) > 1 for _, backends in _compiled_codes())
 
 
@@ -324,21 +287,18 @@ def _compiled_codes() -> Iterator[tuple[CodeType, list[Any]]]:
 
 
 def tracing_again() -> Callable[[], AbstractContextManager[Any]]:
-    """A function that makes contexts in which the region that Dynamo now compiles can be compiled again later.
-
-    To be called inside a Dynamo backend."""
+    """A function that makes contexts in which the region that Dynamo now compiles can be compiled again later. To be
+    called inside a Dynamo backend."""
     context: Any = torch._guards.TracingContext.get()
     return lambda: torch._guards.tracing(context)
 
 
 def user_stack(error: BaseException) -> Sequence[traceback.FrameSummary]:
-    """The Python lines that Dynamo was tracing when `error` was raised, innermost last; else the error's own
-    traceback."""
+    """The Python lines that Dynamo was tracing when `error` was raised, innermost last; else the error's traceback."""
     traced = getattr(error, "real_stack", None)
     return traced or traceback.extract_tb(error.__traceback__)
 
 
 def copy_source(source: fx.Node, copy: fx.Node) -> None:
     """Give the placeholder `copy` the origin (argument, attribute) that Dynamo recorded on the placeholder `source`."""
-    anything: Any = copy
-    anything._dynamo_source = getattr(source, "_dynamo_source", None)
+    copy._dynamo_source = getattr(source, "_dynamo_source", None)

@@ -1,7 +1,5 @@
-"""Calls that Dynamo by itself would not trace as their author wrote them, or would break the graph at.
-
-torch._dynamo takes more than a second to import, so functions import it.
-"""
+"""Calls that Dynamo by itself would not trace as their author wrote them, or would break the graph at. torch._dynamo
+takes more than a second to import, so functions import it."""
 
 from __future__ import annotations
 
@@ -15,43 +13,25 @@ import torch
 
 from passes.compat import Replacement, private
 
-PRIVATE_NAMES = (
-    *private("torch._dynamo.variables", "TensorVariable.method_requires_grad_", call="self, tx, requires_grad"),
-    *private(
-        "torch._dynamo.variables",
-        "TensorVariable.method_addcdiv_ TensorVariable.method_addcmul_ TensorVariable.method_add_ "
-        "TensorVariable.method_backward",
-        needed=False,
-    ),
-    *private("torch._dynamo.variables.ctx_manager", "GradModeVariable._call_func", call="self, tx, values"),
-    *private("torch._C", "_set_grad_enabled"),
-    *private("torch._dynamo.variables.tensor", "TensorVariable.tp_methods", needed=False, since=(2, 15)),
-    *private(
-        "torch._dynamo.variables.torch", "tracing_state_functions TorchInGraphFunctionVariable._get_handlers", call=""
-    ),
-    *private(
-        "torch._dynamo.variables.torch", "TorchInGraphFunctionVariable.call_function", call="self, tx, args, kwargs"
-    ),
-    *private("torch._dynamo.variables.base", "VariableTracker.is_tensor VariableTracker.as_proxy", call="self"),
-    *private("torch._dynamo.variables", "GetAttrVariable.call_method", call="self, tx, name, args, kwargs"),
-    *private("torch._dynamo.variables.builtin", "SetAttrBuiltinVariable._call_setattr", since=(2, 13), until=(2, 13)),
-    *private("torch._dynamo.trace_rules", "get_legacy_mod_inlinelist", call=""),
-    *private("torch._dynamo.variables.base", "VariableTracker.call_method", call="self, tx, name, args, kwargs"),
-    *private(
-        "torch._dynamo._trace_wrapped_higher_order_op",
-        "autograd_function_backward_rewritten",
-        needed=False,
-        since=(2, 13),
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch._dynamo.variables: TensorVariable.method_requires_grad_(self, tx, requires_grad) .method_addcdiv_?
+        .method_addcmul_? .method_add_? .method_backward? GetAttrVariable.call_method(self, tx, name, args, kwargs)
+    torch._dynamo.variables.ctx_manager: GradModeVariable._call_func(self, tx, values)
+    torch._C: _set_grad_enabled
+    torch._dynamo.variables.tensor: TensorVariable.tp_methods? [since 2.15]
+    torch._dynamo.variables.torch: tracing_state_functions() TorchInGraphFunctionVariable._get_handlers()
+        .call_function(self, tx, args, kwargs)
+    torch._dynamo.variables.base: VariableTracker.is_tensor(self) .as_proxy(self)
+        .call_method(self, tx, name, args, kwargs)
+    torch._dynamo.variables.builtin: SetAttrBuiltinVariable._call_setattr [since 2.13, until 2.13]
+    torch._dynamo.trace_rules: get_legacy_mod_inlinelist()
+    torch._dynamo._trace_wrapped_higher_order_op: autograd_function_backward_rewritten
+""")
 
 
 def replacements() -> list[Replacement]:
-    """The replacements of Dynamo's own functions that are active while models are captured and run.
-
-    Torch 2.15 reads methods of tensors from a table that holds the functions; torch 2.13 looks them up by name in the
-    class.
-    """
+    """The replacements of Dynamo's own functions that are active while models are captured and run. Torch 2.15 reads
+    methods of tensors from a table that holds the functions; torch 2.13 looks them up by name in the class."""
     import torch._dynamo.config as dynamo_config
     from torch._dynamo import _trace_wrapped_higher_order_op, trace_rules, utils
     from torch._dynamo.variables import GetAttrVariable, TensorVariable, builtin
@@ -72,6 +52,7 @@ def replacements() -> list[Replacement]:
         (answers, torch.compiler.is_exporting, False),
         (trace_rules, _TRACED, _with_library_code(getattr(trace_rules, _TRACED))),
         (attributes, "call_method", _texts_known(attributes.call_method)),
+        (_trace_wrapped_higher_order_op, "autograd_function_backward_rewritten", _with_contiguous_gradients),
     ]
     setter: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
     name = "_call_setattr" if hasattr(setter, "_call_setattr") else "call_setattr"
@@ -79,33 +60,28 @@ def replacements() -> list[Replacement]:
         found.append((setter, name, _set_by_a_method(own)))
     if (logged := getattr(utils, _SETTINGS, None)) is not None:
         found.append((utils, _SETTINGS, _where_it_can_be_written(logged)))
-    if hasattr(_trace_wrapped_higher_order_op, _REWRITTEN):
-        found.append((_trace_wrapped_higher_order_op, _REWRITTEN, _with_contiguous_gradients))
     methods: Any = TensorVariable
     table: dict[str, Any] = getattr(methods, "tp_methods", {})
     changes = dict.fromkeys(("add_", "addcdiv_", "addcmul_"), _kept_as_one) | {"requires_grad_": _requires_grad_}
     if hasattr(dynamo_config, "trace_autograd_ops"):
         changes["backward"] = _left_out
     for name, change in changes.items():
-        if (own := getattr(methods, f"method_{name}", None)) is not None:
-            found.append((methods, f"method_{name}", change(own)))
-            if name in table:
-                found.append((table, name, type(table[name])(change(own))))
+        changed = change(getattr(methods, f"method_{name}"))
+        found.append((methods, f"method_{name}", changed))
+        if name in table:
+            found.append((table, name, type(table[name])(changed)))
     return found
 
 
-_SETTINGS, _REWRITTEN = "_get_dynamo_config_for_logging", "autograd_function_backward_rewritten"
+_SETTINGS = "_get_dynamo_config_for_logging"
 _TRACED = "get_legacy_mod_inlinelist"
 
 
 @cache
 def _with_library_code(own: Callable[[], set[str]]) -> Callable[[], set[str]]:
-    """Traces torch's transformer modules also where the graph breaks within one of them, and `checkpoint_sequential`,
-    which Dynamo by itself leaves out.
-
-    An encoder or decoder that is given a mask compares its values with those of a causal one, and branches on that. By
-    itself Dynamo does not trace code of torch.nn that is called from beyond a break, so that all layers behind it would
-    run in eager mode, in no graph."""
+    """Traces torch's transformer modules also where the graph breaks within one of them, as where an encoder branches
+    on the values of its mask, and `checkpoint_sequential`. By itself Dynamo does not trace code of torch.nn beyond a
+    break: all layers behind it would run in eager mode, in no graph."""
     from torch.utils import checkpoint
 
     files = {torch.nn.modules.transformer.__file__, checkpoint.__file__}
@@ -115,9 +91,7 @@ def _with_library_code(own: Callable[[], set[str]]) -> Callable[[], set[str]]:
 @cache
 def _texts_known(own: Callable[..., Any]) -> Callable[..., Any]:
     """Traces methods of a text that a class or a function of torch has, as in `type(weight).__module__.startswith(…)`.
-
-    Dynamo by itself breaks the graph there for classes that it writes into graphs: `torch.nn.Parameter` is one of them
-    once torchao is imported."""
+    Dynamo by itself breaks the graph there for classes such as `torch.nn.Parameter` once torchao is imported."""
     from torch._dynamo.variables import ConstantVariable
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -131,11 +105,7 @@ def _texts_known(own: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _kept_as_one(own: Callable[..., Any]) -> Callable[..., Any]:
     """Traces `addcdiv`, `addcdiv_` and `addcmul_` with a number as `value`, and `add_` with a number as `alpha`, as one
-    operator.
-
-    So that the number may be a tensor, Dynamo by itself traces several operators instead, which round in another way;
-    for `add_` it does so in torch 2.11 only.
-    """
+    operator. Dynamo by itself traces several, which round in another way; for `add_` in torch 2.11 only."""
     from torch._dynamo.variables import TensorVariable
 
     def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,9 +120,9 @@ _keeps_requires_grad: ContextVar[bool] = ContextVar("keeps_requires_grad", defau
 
 @contextmanager
 def keeping_requires_grad() -> Iterator[None]:
-    """Context, within `capture_settings`, in which Dynamo does not break the graph at `value.requires_grad_()`, for an
-    intermediate value or a tensor that is passed to the compiled call. Instead, Dynamo writes `requires_grad_` into the
-    graph as a node that nothing reads, and continues with a value that requires a gradient.
+    """Context, within `capture_settings`, in which Dynamo writes `value.requires_grad_()` of an intermediate value, or
+    of a tensor that is passed to the compiled call, into the graph as a node that nothing reads, and continues with a
+    value that requires a gradient.
 
     Dynamo by itself breaks the graph there, since an input would change, and AOTAutograd would lose the gradient of an
     intermediate value that the region returns. The caller has to replace the node, make the input require a gradient
@@ -184,8 +154,7 @@ def _requires_grad_(own: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _set_by_a_method(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Traces `value.requires_grad = …` as `value.requires_grad_(…)`. Dynamo by itself breaks the graph there, also
-    where nothing changes."""
+    """Traces `value.requires_grad = …` as `value.requires_grad_(…)`, where Dynamo by itself always breaks the graph."""
 
     def set_attribute(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
         if not owner.is_tensor() or name.as_python_constant() != "requires_grad":
@@ -205,21 +174,18 @@ def _is_given(node: Any, tx: Any) -> bool:
 @cache
 def _call_function(own: Callable[..., Any]) -> Callable[..., Any]:
     """Traces `op(…, out=part)` as `part.copy_(op(…))`, which writes the same numbers, where `part` is a tensor that is
-    not contiguous. Traces `zeros(…, requires_grad=True)` as `zeros(…).requires_grad_()` while `keeping_requires_grad`
-    is active.
-
-    Where eager mode would resize `part` or refuse it (another shape or dtype, or gradients), the call is left to
-    Dynamo, which breaks the graph.
-    """
+    not contiguous, unless eager mode would resize or refuse it (another shape or dtype, or gradients). Traces
+    `zeros(…, requires_grad=True)` as `zeros(…).requires_grad_()` while `keeping_requires_grad` is active."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is torch.autograd.grad and 3 < len(args) <= 5:  # Dynamo looks for these by name
             args, kwargs = args[:3], {**kwargs, **dict(zip(("retain_graph", "create_graph"), args[3:], strict=False))}
-        if _keeps_requires_grad.get() and _is_true(kwargs.get("requires_grad")):
+        wanted = kwargs.get("requires_grad") if _keeps_requires_grad.get() else None
+        if wanted is not None and wanted.is_python_constant() and wanted.as_python_constant() is True:
             made = own(self, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
             return made.call_method(tx, "requires_grad_", [], {})
         part = kwargs.get("out")
-        if not _is_strided(part):
+        if part is None or not part.is_tensor() or _value(part).is_contiguous():
             return own(self, tx, args, kwargs)
         result = own(self, tx, args, {name: value for name, value in kwargs.items() if name != "out"})
         if not _fits(result, part):
@@ -227,11 +193,6 @@ def _call_function(own: Callable[..., Any]) -> Callable[..., Any]:
         return part.call_method(tx, "copy_", [result], {})
 
     return call_function
-
-
-def _is_true(value: Any) -> bool:
-    """Whether one of Dynamo's variables is the constant True."""
-    return value is not None and value.is_python_constant() and value.as_python_constant() is True
 
 
 @cache
@@ -251,8 +212,7 @@ def _written_grad_mode(own: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _left_out(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Breaks the graph at `backward()` within a forward, which writes to `.grad`, also if Dynamo is set to trace
-    derivatives."""
+    """Breaks the graph at `backward()` within a forward, which writes to `.grad`, also if derivatives are traced."""
     import torch._dynamo.config as dynamo_config
 
     def method_backward(*args: Any, **kwargs: Any) -> Any:
@@ -262,14 +222,8 @@ def _left_out(own: Callable[..., Any]) -> Callable[..., Any]:
     return method_backward
 
 
-def _is_strided(part: Any) -> bool:
-    """Whether one of Dynamo's variables is a tensor that is not contiguous."""
-    return part is not None and part.is_tensor() and not _value(part).is_contiguous()
-
-
 def _fits(result: Any, part: Any) -> bool:
-    """Whether `part.copy_(result)` writes what `out=part` would: shape, dtype and device are equal, and no gradient is
-    involved."""
+    """Whether `part.copy_(result)` writes what `out=part` would: same shape, dtype and device, and no gradient."""
     if not result.is_tensor():
         return False
     made, into = _value(result), _value(part)
@@ -280,15 +234,13 @@ def _fits(result: Any, part: Any) -> bool:
 
 def _value(tensor: Any) -> torch.Tensor:
     """The fake tensor behind one of Dynamo's variables."""
-    value: torch.Tensor = tensor.as_proxy().node.meta["example_value"]
-    return value
+    return tensor.as_proxy().node.meta["example_value"]
 
 
 @cache
 def _where_it_can_be_written(own: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps `own`, the function by which Dynamo writes its settings as JSON into its record of a compilation, to return
-    None where JSON cannot hold them. Torch 2.11 prints a traceback for each compilation if one of the settings is a
-    function."""
+    """Wraps the function by which Dynamo writes its settings as JSON into its record of a compilation, to return None
+    where JSON cannot hold them: torch 2.11 prints a traceback for each compilation if a setting is a function."""
 
     def settings() -> Any:
         try:

@@ -1,10 +1,7 @@
 """Makes traced graphs compute as eager mode does: with its kernels, which torch replaces by Python functions that give
-other bits while it traces, and with the masks that transformers chooses by values.
-
-In eager mode transformers makes no attention mask that would mask nothing. Attention then runs by another kernel, which
-is given `is_causal`, and keys that heads share are not repeated for each head. While Dynamo traces, transformers makes
-the mask always.
-"""
+other bits while it traces, and with the masks that transformers chooses by values. In eager mode it makes no mask that
+would mask nothing: attention then runs by another kernel, which is given `is_causal`, and keys that heads share are not
+repeated for each head. While Dynamo traces, it makes the mask always."""
 
 from __future__ import annotations
 
@@ -29,20 +26,18 @@ from memopt.compat.symbols import is_symbolic
 from passes.compat import private, replaced
 
 # transformers 4.56 and later.
-PRIVATE_NAMES = (
-    *private("torch._ops", "OpOverload.py_kernels OpOverload._dispatch_cache OpOverload._op_dk", needed=False),
-    *private("torch._C", "DispatchKey _dispatch_get_all_op_names _get_mkldnn_enabled _set_mkldnn_enabled"),
-    *private("torch._inductor.config", "fallback_random"),
-    *private("torch._decomp.decompositions", "upsample_compute_output_size"),
-    *private("transformers.masking_utils", "find_packed_sequence_indices", call="position_ids", needed=False),
-    *private("transformers.masking_utils", "_ignore_causal_mask_sdpa _ignore_bidirectional_mask_sdpa", needed=False),
-    *private("transformers.utils.output_capturing", "maybe_install_capturing_hooks", call="model", needed=False),
-    *private(
-        "torch._dynamo.comptime", "comptime ComptimeContext._i_will_not_complain_if_bc_breaks_InstructionTranslator"
-    ),
-    *private("torch._dynamo.eval_frame", "skip_code"),
-    *private("torch._dynamo.variables", "ConstantVariable.create"),
-)
+PRIVATE_NAMES = private("""
+    torch._ops: OpOverload.py_kernels? ._dispatch_cache? ._op_dk?
+    torch._C: DispatchKey _dispatch_get_all_op_names _get_mkldnn_enabled _set_mkldnn_enabled
+    torch._inductor.config: fallback_random
+    torch._decomp.decompositions: upsample_compute_output_size
+    transformers.masking_utils: find_packed_sequence_indices(position_ids)? _ignore_causal_mask_sdpa?
+        _ignore_bidirectional_mask_sdpa?
+    transformers.utils.output_capturing: maybe_install_capturing_hooks(model)?
+    torch._dynamo.comptime: comptime ComptimeContext._i_will_not_complain_if_bc_breaks_InstructionTranslator
+    torch._dynamo.eval_frame: skip_code
+    torch._dynamo.variables: ConstantVariable.create
+""")
 
 aten = torch.ops.aten
 
@@ -50,8 +45,7 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 # Eager batch normalisation writes its running statistics without saying so, which a trace would lose.
 _KEPT = ("batch_norm",)
 _SAMPLE = 65_537
-"""The number of values on which a product is tried: every significand of 16-bit numbers many times, and some of
-fp32's."""
+"""The number of values on which a product is tried: every significand of 16-bit numbers many times."""
 _PART = 4_096
 """The number of values that are tried at once: the first step's budget has little room for them."""
 
@@ -59,10 +53,8 @@ _PART = 4_096
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """Context in which operators are differentiated by eager mode's kernels, on symbolic sizes where these take them.
-
-    Torch replaces some (`upsample_bilinear2d`, `matmul`, `lstm`, `dropout`) while it traces, so that sizes may be
-    symbols, by Python functions that sum or round in another order and may hold more memory.
-    """
+    Torch replaces some (`upsample_bilinear2d`, `matmul`, `lstm`, `dropout`) while it traces by Python functions that
+    sum or round in another order and may hold more memory."""
     know_resizing_gradients()
     replaced = {(operator, key): operator.py_kernels[key] for operator, key in _replaced_operators()}
     for (operator, key), python in replaced.items():
@@ -75,9 +67,8 @@ def eager_kernels() -> Iterator[None]:
 
 
 def dead_draws_kept() -> AbstractContextManager[None]:
-    """Context in which random operators without readers stay in traced graphs, since they advance the generator.
-
-    For this, torch reads inductor's setting `fallback_random` while it traces, whatever the backend."""
+    """Context in which random operators without readers stay in traced graphs, since they advance the generator: torch
+    reads inductor's setting `fallback_random` while it traces, whatever the backend."""
     import torch._inductor.config as inductor_config
 
     return inductor_config.patch(fallback_random=True)
@@ -133,11 +124,8 @@ def _eager_kernel(operator: Any, key: DispatchKey, python: Callable[..., Any]) -
 
 
 def _resized(operator: Any, value: torch.Tensor, sizes: Any, *settings: Any) -> torch.Tensor:
-    """The result of a resizing operator, given the arguments of its overload `vec`: either `sizes` or the scales, which
-    are last in `settings`, is None.
-
-    The kernel of `vec` itself takes no symbols, that of the overload with sizes does.
-    """
+    """The result of a resizing operator, whose kernel takes symbols, given the arguments of its overload `vec`: either
+    `sizes` or the scales, which are last in `settings`, is None."""
     *aligned, scales = settings
     if sizes is None:
         sizes = upsample_compute_output_size(value.shape, None, scales)  # type: ignore[no-untyped-call]
@@ -166,11 +154,7 @@ def _dropout(value: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 class _Dropout(torch.autograd.Function):
     """Dropout that multiplies the elements it keeps by `1 / (1 - p)`, rounded to the dtype of the value, as eager mode
-    does on a CPU.
-
-    `native_dropout` and its backward are called where they give the same products, which depends on `p` and on the
-    dtype.
-    """
+    does on a CPU. `native_dropout` and its backward are called where they give the same products."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, p: float) -> torch.Tensor:
@@ -218,9 +202,8 @@ _IDLE = ContextVar[torch.Tensor | None]("a mask that masks nothing, or position 
 @contextmanager
 def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context in which transformers, traced by Dynamo, decides about masks as it would for these arguments in eager
-    mode: a mask that masks nothing is left out. Dynamo guards on these decisions, so a call for which they differ is
-    captured anew. Hooks that collect hidden states, attentions and the logits of routers are installed as in eager
-    mode, too."""
+    mode: a mask that masks nothing is left out. Dynamo guards on these decisions. Hooks that collect hidden states,
+    attentions and the logits of routers are installed as in eager mode, too."""
     masking, asking, collecting = (sys.modules.get(f"transformers.{name}") for name in _CHOOSING)
     for choosing in filter(None, (masking, asking)):
         _run_frames_eagerly(choosing)
@@ -229,9 +212,8 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         (masking, "find_packed_sequence_indices", _finding_packed),
         (collecting, "maybe_install_capturing_hooks", _installing_while_traced),
     ]
-    if idle is not None:  # around the change above
-        skipped = "find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"
-        changes += [(masking, name, _unless_idle) for name in skipped]
+    if idle is not None:
+        changes += [(masking, f"_ignore_{kind}_mask_sdpa", _unless_idle) for kind in ("causal", "bidirectional")]
     token = _IDLE.set(idle)
     try:
         with ExitStack() as stack:
@@ -282,8 +264,8 @@ def _has_values(value: Any) -> TypeGuard[torch.Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _unless_idle(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function of transformers whose first argument is a mask or positions: it gets None there if Dynamo traces
-    it with those of the call that mask nothing."""
+    """Wraps a function of transformers whose first argument is a mask: it gets None there if Dynamo traces it with the
+    call's mask, or positions, that mask nothing."""
     from torch._dynamo.comptime import comptime
     from torch._dynamo.eval_frame import skip_code
 
@@ -332,14 +314,14 @@ def _installing_while_traced(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _note_counting(context: Any) -> None:
-    """Set the traced function's local variable `counts_up` to True if its positions are plainly 0, 1, 2 and so on, one
-    sequence in each row."""
-    _note(context, "counts_up", _counts_up(_node_of(context, "position_ids")))
+    """Set the traced function's local variable `counts_up` to True if its positions are plainly 0, 1, 2 and so on, or
+    those of the call that mask nothing."""
+    node = _node_of(context, "position_ids")
+    _note(context, "counts_up", _counts_up(node) or _is_idle(node))
 
 
 def _note_idle(context: Any) -> None:
-    """Set the traced function's local variable `is_idle` to True if its `mask` is the call's mask, or positions, that
-    mask nothing."""
+    """Set the traced function's local variable `is_idle` to True if its `mask` is the call's that masks nothing."""
     _note(context, "is_idle", _is_idle(_node_of(context, "mask")))
 
 
@@ -363,7 +345,8 @@ def _is_idle(node: fx.Node | None) -> bool:
     while node is not None and node.op != "placeholder":
         tensors = [source for source in node.all_input_nodes if _is_tensor(source)]
         node = tensors[0] if len(tensors) == 1 and node.target in _SAME_VALUES else None
-    return node is not None and getattr(node.meta.get("grapharg"), "example", None) is _IDLE.get()
+    idle = _IDLE.get()
+    return node is not None and idle is not None and getattr(node.meta.get("grapharg"), "example", None) is idle
 
 
 def _counts_up(node: fx.Node | None) -> bool:

@@ -1,9 +1,8 @@
 """Exchanges among ranks: which gathered parameters FSDP2 keeps between forward and backward, exchanges by gloo that
 hold no memory once they return, and the stages, order and loss of schedules of `torch.distributed.pipelining`.
 
-gloo's threads drop their references to the tensors of an exchange some time after it is over. If theirs is the last
-reference, the memory is freed late, by a thread that the profiler of this one does not see. A step would then hold, or
-seem to hold, up to two exchanges more than was planned.
+gloo's threads drop their references to an exchange's tensors some time after it is over, so that the memory is freed
+late, and unseen by this thread's profiler: a step would hold, or seem to hold, up to two exchanges more than planned.
 """
 
 from __future__ import annotations
@@ -24,26 +23,14 @@ from memopt.compat.host import HOST
 from memopt.compat.tensors import users_of
 from passes.compat import private
 
-PRIVATE_NAMES = (
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_state",
-        "FSDPState._is_root FSDPState._auto_reshard_after_forward",
-        needed=False,
-    ),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        "FSDPParamGroup.post_forward_mesh_info FSDPParamGroup.mesh_info FSDPParamGroup._all_gather_process_group",
-        needed=False,
-    ),
-    *private("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam._sharded_param_data", needed=False),
-    *private("torch.distributed.pipelining.schedules", "_PipelineSchedule"),
-    *private(
-        "torch.distributed.pipelining.schedules",
-        "_PipelineSchedule._n_microbatches _PipelineSchedule._loss_fn _PipelineSchedule._has_backward "
-        "_PipelineSchedule._split_inputs PipelineScheduleSingle._stage PipelineScheduleMulti._stages",
-        needed=False,
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._is_root? ._auto_reshard_after_forward?
+    torch.distributed.fsdp._fully_shard._fsdp_param_group: FSDPParamGroup.post_forward_mesh_info? .mesh_info?
+        ._all_gather_process_group?
+    torch.distributed.fsdp._fully_shard._fsdp_param: FSDPParam._sharded_param_data?
+    torch.distributed.pipelining.schedules: _PipelineSchedule _PipelineSchedule._n_microbatches? ._loss_fn?
+        ._has_backward? ._split_inputs? PipelineScheduleSingle._stage? PipelineScheduleMulti._stages?
+""")
 
 ALL = sys.maxsize
 """A number of blocks that is larger than any model's."""
@@ -51,8 +38,7 @@ ALL = sys.maxsize
 
 @dataclass(frozen=True)
 class _Block:
-    """A part of a model whose parameters FSDP2 gathers together, and reshards after its forward unless told
-    otherwise."""
+    """A part of a model whose parameters FSDP2 gathers together, and by itself reshards after its forward."""
 
     path: str
     module: Any
@@ -61,11 +47,9 @@ class _Block:
 
 
 class Resharding:
-    """Keeps the parameters of a model's last blocks gathered from their forward to their backward (`keep`), where
-    `fully_shard` would free (reshard) them after the forward.
-
-    Blocks whose `reshard_after_forward` the user has set to False or to a number of ranks are not changed. The last
-    blocks stay gathered for the shortest time, since their backward comes first."""
+    """Keeps the parameters of a model's last blocks, whose backward comes first, gathered from their forward to their
+    backward (`keep`), where `fully_shard` would free (reshard) them after the forward. Blocks whose
+    `reshard_after_forward` the user has set to False or to a number of ranks are not changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -86,8 +70,7 @@ class Resharding:
         return tuple(found.values())
 
     def keep(self, count: int) -> None:
-        """Make the last `count` blocks stay gathered from their forward to their backward, and the others be freed
-        after their forward."""
+        """Make the last `count` blocks stay gathered from their forward to their backward, and the others be freed."""
         if count == self.count:
             return
         if not self._automatic:
@@ -135,9 +118,8 @@ LONGEST_S = 1.0
 
 
 def settle_gloo(model: nn.Module) -> None:
-    """Make the modules that `fully_shard` was applied to wait for gloo's threads after each exchange, so that the
-    exchange's memory is free when it returns. Modules with another backend, or with a custom exchange of the user's,
-    are not changed."""
+    """Make the modules that `fully_shard` was applied to wait for gloo's threads after each exchange, so that its
+    memory is free when it returns. Those with another backend, or a custom exchange of the user's, are not changed."""
     for group in groups_of(model):
         if group.device.type == HOST.type and "gloo" in str(distributed.get_backend(group._all_gather_process_group)):
             gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
@@ -168,8 +150,8 @@ def _gather(usual: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any,
 
 def reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
     """Reduce `input_tensor` over the ranks of `group` by `op`, and write this rank's part to `output_tensor`; both have
-    one dimension. `async_op` is ignored. Like gloo's own reduce-scatter this reduces a copy of the whole input, but the
-    copy belongs to this thread, which waits until gloo's threads have dropped it."""
+    one dimension. Like gloo's own reduce-scatter this reduces a copy of the whole input, but one of this thread, which
+    waits until gloo's threads have dropped it. `async_op` is ignored."""
     copy = input_tensor.clone()
     with settling(copy):
         distributed.all_reduce(copy, op, group=group)
@@ -188,8 +170,7 @@ def settling(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def _users(tensor: torch.Tensor) -> int:
-    """The number of references to a tensor: those in C++, where a Python reference counts as one, and those in
-    Python."""
+    """The number of references to a tensor: those in C++, of which Python's are one, and those in Python."""
     return users_of(tensor) + sys.getrefcount(tensor)
 
 
@@ -229,9 +210,9 @@ def trains(schedule: Any) -> bool:
 
 
 def in_flight(schedule: Any) -> list[tuple[int, dict[int, int]]]:
-    """For each forward and backward that this rank runs in a step of one of torch's pipeline schedules, in order: the
-    index of its stage, and the microbatches in flight while it runs, as a count for the index of each stage of this
-    rank. In flight are those whose forward has begun and whose backward is not over, the one that runs included."""
+    """For each forward and backward that this rank runs in a step of a pipeline schedule, in order: the index of its
+    stage, and for that of each stage of this rank the number of microbatches in flight while it runs: those whose
+    forward has begun and whose backward is not over."""
     waiting = {stage.stage_index: 0 for stage in stages_of(schedule)}
     found = []
     for stage, kind in _actions(schedule):
@@ -271,8 +252,5 @@ def first_microbatch(schedule: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _actions(schedule: Any) -> list[tuple[int, str]]:
     """What this rank computes in a step, in order: the index of the stage and the kind, such as "F" or "B"."""
     order = schedule.pipeline_order[stages_of(schedule)[0].group_rank]
-    found = []
-    for action in order:
-        for part in () if action is None else action.sub_actions or (action,):
-            found.append((part.stage_index, part.computation_type.value))
-    return found
+    parts = (part for action in order if action is not None for part in action.sub_actions or (action,))
+    return [(part.stage_index, part.computation_type.value) for part in parts]

@@ -16,31 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 from passes.compat import Replacement, private, replaced
 
-PRIVATE_NAMES = (
-    *private(
-        "torch._subclasses.fake_tensor",
-        "FakeTensor FakeTensorMode DataDependentOutputException DynamicOutputShapeException",
-    ),
-    *private(
-        "torch._subclasses.fake_tensor", "FakeTensor.fake_device FakeTensorMode.fake_tensor_converter", needed=False
-    ),
-    *private(
-        "torch._subclasses.fake_tensor", "FakeTensorConverter.from_meta_and_device", call="self, mode, tensor, device"
-    ),
-    *private(
-        "torch._subclasses.fake_tensor",
-        "FakeTensorMode.from_tensor",
-        call="self, tensor, symbolic_context=, source=, trace=",
-    ),
-    *private("torch._subclasses.fake_tensor", "FakeTensor.__init__", call="self, mode, meta, device, constant"),
-    *private("torch._subclasses.fake_impls", "op_implementations_dict"),
-    *private("torch._prims_common", "suggest_memory_format"),
-    *private("torch._guards", "TracingContext.get"),
-    *private("torch._guards", "TracingContext.fake_mode TracingContext.tensor_to_context", needed=False),
-    *private("torch._subclasses.fake_tensor", "FakeTensorMode.shape_env", needed=False),
-    *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.ignore_fresh_unbacked_symbols"),
-    *private("torch.fx.experimental.symbolic_shapes", "ShapeEnv.fake_tensor_cache", needed=False),
-)
+PRIVATE_NAMES = private("""
+    torch._subclasses.fake_tensor: FakeTensor FakeTensorMode DataDependentOutputException DynamicOutputShapeException
+        FakeTensorConverter.from_meta_and_device(self, mode, tensor, device)
+        FakeTensorMode.from_tensor(self, tensor, symbolic_context=, source=, trace=) .fake_tensor_converter? .shape_env?
+        FakeTensor.__init__(self, mode, meta, device, constant) .fake_device?
+    torch._subclasses.fake_impls: op_implementations_dict
+    torch._prims_common: suggest_memory_format
+    torch._guards: TracingContext.get .fake_mode? .tensor_to_context?
+    torch.fx.experimental.symbolic_shapes: ShapeEnv.ignore_fresh_unbacked_symbols .fake_tensor_cache?
+""")
 
 
 DEPENDS_ON_VALUES = DataDependentOutputException, DynamicOutputShapeException
@@ -62,9 +47,7 @@ def forget_dispatches(mode: FakeTensorMode) -> None:
 
 def broadcast_masks() -> Replacement:
     """A replacement of torch's rule for `masked_select` on fake tensors: the result may have as many elements as the
-    shape that its operands broadcast to.
-
-    Torch itself takes the number of elements of the first operand as the limit, and asserts it in every step."""
+    shape that its operands broadcast to. Torch asserts the number of elements of the first operand in every step."""
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     select: Any = torch.ops.aten.masked_select.default
@@ -82,8 +65,8 @@ def _broadcasting(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @cache
 def know_resizing_gradients() -> None:
-    """Register rules by which the backwards of `upsample_*` operators run on fake tensors with symbolic sizes. They are
-    for the operators whose own rules in torch take fixed sizes only."""
+    """Register rules by which the backwards of those `upsample_*` operators run on fake tensors with symbolic sizes
+    whose own rules in torch take fixed sizes only."""
     from torch._subclasses.fake_impls import op_implementations_dict as implementations
 
     linear, nearest = "linear1d bilinear2d trilinear3d bicubic2d", "nearest1d nearest3d"
@@ -146,15 +129,12 @@ def device_type_of(tensor: torch.Tensor) -> str:
 def traced_mode() -> FakeTensorMode:
     """The fake mode of the region that is being traced. To be called in the region's tracing context."""
     context: Any = torch._guards.TracingContext.get()
-    mode: FakeTensorMode = context.fake_mode
-    return mode
+    return context.fake_mode
 
 
 def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """A new fake mode, and fakes in it for a region's inputs. To be called inside a Dynamo backend.
-
-    Tracing may write to these fakes without changing those of Dynamo and AOTAutograd.
-    """
+    """A new fake mode, and fakes in it for a region's inputs, so that tracing may write to them without changing those
+    of Dynamo and AOTAutograd. To be called inside a Dynamo backend."""
     context: Any = torch._guards.TracingContext.get()
     mode = FakeTensorMode(shape_env=context.fake_mode.shape_env)
 
@@ -173,9 +153,8 @@ def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
 @contextmanager
 def unknown_numbers(inputs: Sequence[Any]) -> Iterator[list[Any]]:
     """Context that gives fake tensors for a region's inputs, to run the region on. `item()` of one that is a number
-    (0-dimensional, without gradient) returns a symbol of unknown value, as it does while the region is traced. For
-    this, the fakes of numbers are clones: torch stores a symbol with the input's value in the first fake of an input
-    (`item_memo`), and a clone has no such symbol. To be called inside a Dynamo backend."""
+    (0-dimensional, without gradient) returns a symbol of unknown value, as while the region is traced: such fakes are
+    clones, without the symbol with the input's value (`item_memo`). To be called inside a Dynamo backend."""
     mode, fakes = fresh_fakes(inputs)
     shapes: Any = mode.shape_env
     with mode, shapes.ignore_fresh_unbacked_symbols(), failing_on_fakes():

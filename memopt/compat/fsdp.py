@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,25 +16,15 @@ from memopt.compat.modules import modules_of
 from memopt.compat.tensors import is_sharded
 from passes.compat import private, replaced
 
-PRIVATE_NAMES = (
-    *private("torch.distributed.fsdp", "FSDPModule._get_fsdp_state"),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._fsdp_param_groups", since=(2, 13), needed=False
-    ),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._fsdp_param_group", until=(2, 11), needed=False
-    ),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        "FSDPParamGroup._all_gather_comm FSDPParamGroup._reduce_scatter_comm FSDPParamGroup._partial_reduce_output",
-        needed=False,
-    ),
-    *private(
-        "torch.distributed.fsdp._fully_shard._fsdp_param",
-        "FSDPParam._unsharded_param FSDPParam.unsharded_accumulated_grad FSDPParam.is_dtensor",
-        needed=False,
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch.distributed.fsdp: FSDPModule._get_fsdp_state
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_groups? [since 2.13]
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_group? [until 2.11]
+    torch.distributed.fsdp._fully_shard._fsdp_param_group: FSDPParamGroup._all_gather_comm? ._reduce_scatter_comm?
+        ._partial_reduce_output?
+    torch.distributed.fsdp._fully_shard._fsdp_param: FSDPParam._unsharded_param? .unsharded_accumulated_grad?
+        .is_dtensor?
+""")
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
@@ -53,10 +43,10 @@ def groups_of(model: nn.Module, *, recurse: bool = True) -> list[Any]:
     if fsdp is None:
         return []
     found: dict[int, Any] = {}
-    for module in model.modules() if recurse else (model,):
+    modules: Iterable[Any] = model.modules() if recurse else (model,)
+    for module in modules:
         if isinstance(module, fsdp.FSDPModule):
-            anything: Any = module
-            state = anything._get_fsdp_state()
+            state = module._get_fsdp_state()
             one = getattr(state, "_fsdp_param_groups", None)
             groups = [state._fsdp_param_group] if one is None else one
             found |= {id(group): group for group in groups if group is not None}
@@ -79,25 +69,17 @@ def is_sharded_otherwise(model: nn.Module) -> bool:
 def sharding_in_words(model: nn.Module) -> str:
     """A text that is equal on two ranks if their collectives match: the number of parameter groups, and a digest of
     their shapes, resharding and mixed precision."""
-    groups = groups_of(model)
-    facts = [
-        (
-            [tuple(parameter.sharded_param.shape) for parameter in group.fsdp_params],
-            group.post_forward_mesh_info is not None,
-            str(group.mp_policy),
-        )
-        for group in groups
-    ]
-    return f"{len(groups)} groups of parameters" + (f" ({_digest(facts)})" if facts else "")
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+    facts = []
+    for group in groups_of(model):
+        shapes = [tuple(parameter.sharded_param.shape) for parameter in group.fsdp_params]
+        facts.append((shapes, group.post_forward_mesh_info is not None, str(group.mp_policy)))
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+    return f"{len(facts)} groups of parameters" + (f" ({digest})" if facts else "")
 
 
 def _stage(tensor: torch.Tensor) -> None:
-    """Allocate and free the buffer that gloo uses in an exchange of tensors on the CPU: a copy of the larger tensor,
-    which is given. Nothing is done for tensors on a card."""
+    """Allocate and free the buffer that gloo uses in an exchange on the CPU: a copy of the larger tensor, given here.
+    Nothing is done for tensors on a card."""
     if is_on_host(tensor):
         torch.empty_like(tensor)
 
@@ -122,9 +104,9 @@ def _own_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any
 
 
 class _WholeGradients:
-    """The gradients that earlier backwards have left unsharded in a group of parameters, while a forward and backward
-    runs on this rank alone (`Gathered.without_exchange`), for which they are removed. A real backward would add to
-    them, so they still count until this one has made gradients in their place."""
+    """The gradients that earlier backwards have left unsharded in a group of parameters, removed while a forward and
+    backward runs on this rank alone (`Gathered.without_exchange`). A real backward would add to them, so they count
+    until this one has made gradients in their place."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.bytes = group, _whole_gradient_bytes(group)
@@ -139,8 +121,7 @@ class _WholeGradients:
 
     @property
     def waiting_bytes(self) -> int:
-        """The bytes of these gradients in whose place no new gradient has been made yet; 0 once the group has
-        reduced."""
+        """The bytes of these gradients in whose place no new one has been made yet; 0 once the group has reduced."""
         if self.are_reduced or not self.bytes:
             return 0
         self._taken = max(self._taken, _whole_gradient_bytes(self.group))
@@ -170,9 +151,8 @@ class Gathered:
 
     @property
     def waiting_bytes(self) -> int:
-        """The bytes of the gradients of earlier backwards that `without_exchange` has set aside and that a real step
-        would still hold now. A gradient counts until the running backward has made another in its place. 0 outside of
-        `without_exchange`."""
+        """The bytes of the gradients that `without_exchange` has set aside and that a real step would still hold now,
+        as the running backward has not made others in their place; 0 outside of `without_exchange`."""
         return sum(gradients.waiting_bytes for gradients in self._whole)
 
     def memory(self) -> Iterator[torch.Tensor]:
@@ -182,9 +162,8 @@ class Gathered:
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """A context for a forward and backward on this rank alone: gathers and reductions allocate the same buffers as
-        always, but communicate with no other rank. The gathered parameters repeat this rank's shard. Gradients are
-        removed for the block and restored after it."""
+        """A context for a forward and backward on this rank alone: gathers, which repeat this rank's shard, and
+        reductions allocate what they always do, but do not communicate. Gradients are removed for the block."""
         self._whole = list(map(_WholeGradients, self._groups))
         with ExitStack() as stack:
             stack.callback(self._whole.clear)
@@ -201,7 +180,10 @@ class Gathered:
             try:
                 yield
             except BaseException:
-                _abandon(self.model)
+                parts: Iterable[Any] = self.model.modules()
+                for root in (one for one in parts if hasattr(one, "reset_iter_state")):
+                    root.reset_iter_state()  # so that another iteration can begin; that of the root is for all parts
+                    break
                 raise
 
 
@@ -218,12 +200,9 @@ def exchange_in_words(model: nn.Module) -> str:
 
 def _whole_gradient_bytes(group: Any) -> int:
     """The bytes of the gradients of a group's parameters that are not reduced yet and so are unsharded."""
-    found = (gradient for parameter in group.fsdp_params for gradient in _whole_gradients(parameter))
+    found = [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
+    found += [getattr(getattr(one, "_unsharded_param", None), "grad", None) for one in group.fsdp_params]
     return sum(gradient.nbytes for gradient in found if gradient is not None)
-
-
-def _whole_gradients(parameter: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None), parameter.unsharded_accumulated_grad
 
 
 def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -234,12 +213,3 @@ def _set_whole_gradient(parameter: Any, gradient: torch.Tensor | None) -> torch.
         return None
     before, whole.grad = whole.grad, gradient
     return before
-
-
-def _abandon(model: nn.Module) -> None:
-    """Reset FSDP2's state after an iteration that failed, so that another one can begin."""
-    for module in model.modules():
-        reset = getattr(module, "reset_iter_state", None)
-        if reset is not None:
-            reset()
-            return  # that of the root is for all parts

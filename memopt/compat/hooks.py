@@ -12,12 +12,12 @@ import torch
 
 from passes.compat import private, replaced
 
-PRIVATE_NAMES = (
-    *private("torch", "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"),
-    *private("torch.autograd.graph", "Node._register_hook_dict"),
-    *private("torch._C", "DisableTorchFunctionSubclass"),
-    *private("torch._higher_order_ops.register_hook", "RegisterHookOp.__call__", since=(2, 13), needed=False),
-)
+PRIVATE_NAMES = private("""
+    torch: Tensor._backward_hooks ._post_accumulate_grad_hooks
+    torch.autograd.graph: Node._register_hook_dict
+    torch._C: DisableTorchFunctionSubclass
+    torch._higher_order_ops.register_hook: RegisterHookOp.__call__? [since 2.13]
+""")
 
 _Leaf = TypeVar("_Leaf", bound=torch.Tensor)
 _Table = TypeVar("_Table", bound=OrderedDict[int, Any])
@@ -25,20 +25,18 @@ _Table = TypeVar("_Table", bound=OrderedDict[int, Any])
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether a leaf has hooks on its gradient, or on its accumulated gradient."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(with_hooks([tensor]))
 
 
 def with_hooks(leaves: Iterable[_Leaf]) -> list[_Leaf]:
-    """The `leaves` that have hooks. It is called for all parameters at every step, and takes half the time that
-    `has_hooks` would for each."""
+    """The `leaves` that have hooks; called for all parameters at every step."""
     return [
         leaf for leaf in leaves if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
     ]  # fmt: skip
 
 
 def hooks_left_out() -> AbstractContextManager[None]:
-    """Context in which calls of `Tensor.register_hook` in a Dynamo graph do nothing, for running the graph without
-    gradients: a tensor that requires none accepts no hook."""
+    """Context in which calls of `Tensor.register_hook` in a Dynamo graph do nothing, to run it without gradients."""
     try:
         from torch._higher_order_ops.register_hook import RegisterHookOp
     except ImportError:  # before torch 2.13 Dynamo writes no such calls
@@ -51,23 +49,22 @@ def backward_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return list((tensor._backward_hooks or {}).values())
 
 
-class DeferredHook:
-    """A hook that the user has added to a tensor with a `DeferredHooks` table; `own` is the user's function. When
+class _DeferredHook:
+    """A hook that the user has added to a tensor with a `_DeferredHooks` table; `own` is the user's function. When
     autograd calls the hook, that function is called only while the table's attribute `at_once` is true."""
 
-    def __init__(self, own: Callable[..., Any], table: DeferredHooks) -> None:
+    def __init__(self, own: Callable[..., Any], table: _DeferredHooks) -> None:
         self.own, self._table = own, weakref.ref(table)
 
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         table = self._table()
-        result: torch.Tensor | None = self.own(gradient) if table is not None and table.at_once else None
-        return result
+        return self.own(gradient) if table is not None and table.at_once else None
 
 
-class DeferredHooks(OrderedDict[int, Any]):
-    """The table in which `Tensor.register_hook` puts the hooks of a tensor. While its attribute `at_once` is false, as
-    it is at first, autograd's calls of these hooks do nothing: memopt (`InnerOutputs`) calls the user's functions,
-    `own`, once the whole gradient of the tensor is known."""
+class _DeferredHooks(OrderedDict[int, Any]):
+    """The table in which `Tensor.register_hook` puts the hooks of a tensor. While `at_once` is false, as it is at
+    first, autograd's calls of these hooks do nothing: memopt (`InnerOutputs`) calls the user's functions, `own`, once
+    the whole gradient of the tensor is known."""
 
     at_once = False
 
@@ -77,23 +74,22 @@ class DeferredHooks(OrderedDict[int, Any]):
         super().__setitem__(_FIRST, first)
 
     def __setitem__(self, key: int, hook: Callable[..., Any]) -> None:
-        super().__setitem__(key, DeferredHook(hook, self))
+        super().__setitem__(key, _DeferredHook(hook, self))
 
     @property
     def own(self) -> list[Callable[..., Any]]:
         """The functions that the user has added as hooks."""
-        return [hook.own for hook in self.values() if isinstance(hook, DeferredHook)]
+        return [hook.own for hook in self.values() if isinstance(hook, _DeferredHook)]
 
 
 _FIRST = -1
 """A key that no hook of torch's has."""
 
 
-def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> DeferredHooks:
-    """Put a new `DeferredHooks` table in a tensor, which is no leaf and has no hooks yet, and return it. Autograd calls
-    `first` with the gradient. Autograd calls the hooks that are added later only while the table's `at_once` is true;
-    otherwise whoever called `defer_hooks` has to call them (`own`). The table does not keep the tensor alive."""
-    return _put_in(tensor, DeferredHooks(first))
+def defer_hooks(tensor: torch.Tensor, first: Callable[[torch.Tensor | None], None]) -> _DeferredHooks:
+    """Put a new table in a tensor, which is no leaf and has no hooks yet, and return it. Autograd calls `first` with
+    the gradient; the caller has to call hooks that are added later. The table does not keep the tensor alive."""
+    return _put_in(tensor, _DeferredHooks(first))
 
 
 def hooks_to_come(tensor: torch.Tensor) -> dict[int, Any]:
@@ -113,11 +109,7 @@ def _put_in(tensor: torch.Tensor, table: _Table) -> _Table:
 
 
 class WatchingHook:
-    """A hook of memopt's on the accumulated gradient of a leaf that only observes it, so that a captured backward need
-    not call it."""
-
-    def __call__(self, leaf: torch.Tensor) -> None:
-        raise NotImplementedError
+    """A hook of memopt's on a leaf's accumulated gradient that only observes: a captured backward need not call it."""
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
@@ -130,7 +122,7 @@ def watching_hooks(tensor: torch.Tensor) -> list[WatchingHook]:
     return [hook for hook in _late_hooks(tensor) if isinstance(hook, WatchingHook)]
 
 
-def _late_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+def _late_hooks(tensor: torch.Tensor) -> list[Any]:
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 

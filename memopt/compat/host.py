@@ -22,11 +22,11 @@ from passes.compat import private
 
 # `_set_throw_on_mutable_data_ptr` makes kernels that would write to a tensor, and code that asks for its address, raise
 # `RuntimeError`; `_construct_storage_from_data_pointer` makes a storage in memory that it does not own.
-PRIVATE_NAMES = (
-    *private("torch._C._autograd", "_profiler_enabled DeviceType"),
-    *private("libc10", "_ZN3c1025profiledCPUMemoryReporterEv _ZN3c1025ProfiledCPUMemoryReporter3NewEPvm", needed=False),
-    *private("torch._C", "_set_throw_on_mutable_data_ptr _construct_storage_from_data_pointer"),
-)
+PRIVATE_NAMES = private("""
+    torch._C._autograd: _profiler_enabled DeviceType
+    libc10: _ZN3c1025profiledCPUMemoryReporterEv? _ZN3c1025ProfiledCPUMemoryReporter3NewEPvm?
+    torch._C: _set_throw_on_mutable_data_ptr _construct_storage_from_data_pointer
+""")
 
 HOST = torch.device("cpu")
 
@@ -52,19 +52,15 @@ _autograd: Any = torch._C._autograd
 
 
 LEGACY_PROFILER = hasattr(_autograd, "_enable_profiler_legacy")
-"""Whether torch still has the profiler from before kineto, which starts faster and writes nothing to stderr.
-
-It is deprecated. Without it kineto is used, which records the same memory events; some builds (2.13) then write two
-`USDT:…` lines to stderr in each session, which no log level silences.
-"""
+"""Whether torch still has the deprecated profiler from before kineto, which starts faster. Kineto records the same
+events, but some builds (2.13) write two `USDT:…` lines to stderr in each session, which no log level silences."""
 
 
 class MemoryEvents:
-    """Records the memory that this thread allocates and frees through torch's allocator, from `start` to `stop`.
-
-    Allocations inside kernels and in compiled code are recorded, and those of threads that torch starts with this
-    thread's state (the backward pass, `torch.jit.fork`); those of other Python threads are not. For a `device_type`
-    other than the host's, bytes are rounded up to the blocks of its allocator."""
+    """Records the memory that this thread allocates and frees through torch's allocator, from `start` to `stop`: in
+    kernels, in compiled code, and in threads that torch starts with this thread's state (the backward pass,
+    `torch.jit.fork`), not in other Python threads. For a `device_type` other than the host's, bytes are rounded up to
+    the blocks of its allocator."""
 
     def __init__(self, device_type: str = HOST.type, *, legacy: bool = LEGACY_PROFILER) -> None:
         self._legacy, self._device_type = legacy, device_type
@@ -83,12 +79,9 @@ class MemoryEvents:
         self._profile._start_trace() if self._legacy else self._profile.__enter__()
 
     def declare(self, address: int, nbytes: int) -> None:
-        """Records a block that is already allocated as if it were allocated now, so that its free is recorded too.
-
-        Torch knows the sizes only of blocks that were allocated while a profiler ran, and records no free of other
-        blocks. If one of known size was freed while no profiler ran, torch may assume its size for the next block at
-        that address.
-        """
+        """Records a block that is already allocated as if it were allocated now, so that its free is recorded too:
+        torch knows the sizes only of blocks that were allocated while a profiler ran. If one of these was freed while
+        none ran, torch may assume its size for the next block at that address."""
         _declare_block()(address, nbytes)
 
     def stop(self) -> list[int]:
@@ -99,9 +92,9 @@ class MemoryEvents:
             _map_blocks_from(2**25)
 
     def since_last(self) -> list[int] | None:
-        """The events since the last call, or since the start; recording continues. None where events are known only
-        after `stop`: with torch's profiler kineto, which takes long to restart, and in a backward, since autograd must
-        end with the profiler that it began with."""
+        """The events since the last call, or the start; recording continues. None where that is known only after
+        `stop`: with kineto, which is slow to restart, and in a backward, since autograd keeps the profiler it began
+        with."""
         if not self._legacy or current_backward() >= 0:
             return None
         events = self._events()
@@ -127,12 +120,9 @@ class MemoryEvents:
 
 
 def _map_blocks_from(nbytes: int) -> None:
-    """Sets the size from which glibc allocates each block with a memory mapping of its own.
-
-    Otherwise the profiler's many small records land in every large block that is freed while it runs; the heap
-    fragments, and each new large block takes fresh memory: 8 GB for a thousand temporaries of 4 MB. 2**25 is the
-    largest value to which glibc's own, adaptive threshold grows.
-    """
+    """Sets the size from which glibc allocates each block with a memory mapping of its own; 2**25 is the largest value
+    to which its adaptive threshold grows. Otherwise the profiler's small records land in large blocks that are freed
+    while it runs, and each new large block takes fresh memory: 8 GB for a thousand temporaries of 4 MB."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries: no such fragmentation was seen
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)
 
@@ -188,8 +178,7 @@ def protected(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Another leaf that shares the memory of a tensor: a parameter for a parameter. It has a gradient, hooks and a
-    version counter of its own."""
+    """Another leaf, a parameter for a parameter, in the same memory, with gradient, hooks and version of its own."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
     return tensor.data.requires_grad_(tensor.requires_grad)
@@ -199,11 +188,8 @@ def _pages(nbytes: int) -> int:
     """Returns the address of at least `nbytes` bytes of address space that can only be read, and take no memory until
     they are. They are never given back, since nobody knows how long a tensor in them lives."""
     if not _regions or len(_regions[-1]) < nbytes:
-        _regions.append(
-            mmap.mmap(
-                -1, max(_LEAST_REGION, 2 * nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
-            )
-        )
+        size, flags = max(_LEAST_REGION, 2 * nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        _regions.append(mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ))
     return int(np.frombuffer(_regions[-1], np.uint8).ctypes.data)
 
 

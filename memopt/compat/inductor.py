@@ -7,37 +7,27 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from memopt.compat.check import check
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
-from memopt.compat.inductor_lowering import (
-    FALLBACKS,
-    make_fallbacks_known,
-    order_of_random_kernels,
-    pools_as_they_are,
-)
+from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels, pools_as_they_are
 from memopt.compat.joint_trace import constants_as_attributes, gradients_without_gaps, unread_numbers_left
 from passes.compat import Replacement, private, replaced_all
 
-if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-PRIVATE_NAMES = (
-    *private("torch._inductor.compile_fx", "compile_fx", call="module, inputs, inner_compile=, config_patches="),
-    *private("torch._inductor.compile_fx", "compile_fx_inner"),
-    *private("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
-    *private("torch._inductor.exc", "InductorError"),
-    *private("torch._inductor.fx_passes.replace_random", "fuse_seed_creation_pass", call="graph"),
-    *private("torch._inductor.virtualized", "V.set_fake_mode"),
-    *private("torch._inductor.virtualized", "V.set_choices_handler"),
-    *private("torch._inductor.choices", "InductorChoices"),
-    *private("torch._inductor.runtime.benchmarking", "benchmarker.benchmark_gpu"),
-    *private("torch._ops", "HigherOrderOperator.python_key_table", needed=False),
-)
+PRIVATE_NAMES = private("""
+    torch._inductor.compile_fx: compile_fx(module, inputs, inner_compile=, config_patches=) compile_fx_inner
+    torch._inductor.custom_graph_pass: CustomPartitionerFn
+    torch._inductor.exc: InductorError
+    torch._inductor.fx_passes.replace_random: fuse_seed_creation_pass(graph)
+    torch._inductor.virtualized: V.set_fake_mode .set_choices_handler
+    torch._inductor.choices: InductorChoices
+    torch._inductor.runtime.benchmarking: benchmarker.benchmark_gpu
+    torch._ops: HigherOrderOperator.python_key_table?
+""")
 
 
 NO_CUDA_GRAPHS = (
@@ -68,10 +58,9 @@ def compile_by_inductor(
     afterwards.
 
     `partition` gets the joint graph after inductor's decompositions and joint passes. `made(compiled, placeholders,
-    is_backward)` is called once for the forward and once for the backward: `compiled` is the half as inductor has
-    compiled it, with its `source_code`, and `placeholders` are those of its graph. What `made` returns runs in place of
-    `compiled`. AOTAutograd's cache of whole regions is off, since a hit would skip the partition; `plan_hash()` is part
-    of the key of inductor's graph cache.
+    is_backward)` is called for the forward and the backward, with the half as inductor has compiled it, with its
+    `source_code`, and the placeholders of its graph; what it returns runs in place of `compiled`. AOTAutograd's cache
+    of regions is off, since a hit would skip the partition; `plan_hash()` is in the key of inductor's graph cache.
 
     Raises what `partition` raises, and `InductorFailed` where inductor fails."""
     import torch._functorch.config as functorch_config
@@ -118,8 +107,7 @@ def seeds_apart() -> Replacement:
 
 
 def draw_seeds_at_once(joint: fx.GraphModule) -> None:
-    """Have a joint graph that was traced with `seeds_apart` draw all its seeds in one call, as inductor does. Edits the
-    graph."""
+    """Have a joint graph that was traced with `seeds_apart`, which is edited, draw all its seeds in one call."""
     from torch._inductor.fx_passes.replace_random import fuse_seed_creation_pass
     from torch._inductor.virtualized import V
 
@@ -143,9 +131,7 @@ def _fake_generator_states() -> AbstractContextManager[None]:
     return replaced_all([(kernels, FakeTensorMode, run_fake)])
 
 
-def _partitioner(
-    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], plan_hash: Callable[[], str]
-) -> CustomPartitionerFn:
+def _partitioner(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], plan_hash: Callable[[], str]) -> Any:
     """`partition` as the object that inductor takes, with `plan_hash()` in the keys of inductor's caches."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -164,12 +150,9 @@ def _partitioner(
 
 @functools.cache
 def _nearby_fusions() -> type[Any]:
-    """A class that makes inductor's choices, but fuses nodes only if no external kernel runs between them.
-
-    Otherwise a value that the plan recomputes late in the backward could be fused with an early node that reads the
-    same inputs, and be held from then on. A reduction may still move up past a few kernels, since its input is freed
-    earlier then.
-    """
+    """A class that makes inductor's choices, but fuses nodes only if no external kernel runs between them. Otherwise a
+    value that the plan recomputes late could be fused with an early node that reads the same inputs, and be held from
+    then on. A reduction may still move up past a few kernels, since its input is freed earlier then."""
     from torch._inductor.choices import InductorChoices
 
     class NearbyFusions(InductorChoices):
@@ -177,8 +160,7 @@ def _nearby_fusions() -> type[Any]:
             super().__init__()
             self.scheduler: Any = None
             self.kernels: list[int] = []
-            """The positions, in ascending order, of the nodes that are external kernels, which take no part in
-            fusion."""
+            """The positions, in ascending order, of the nodes that are external kernels, which are not fused."""
 
         def uuid(self) -> str:
             return f"memopt: neighbors fused, reductions past {_MOST_PASSED} kernels"
@@ -223,12 +205,10 @@ _PAGE = 20 * 1024**2
 
 @contextmanager
 def autotuning_within(limit_bytes: int) -> Iterator[None]:
-    """A context in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`.
-
-    Before each run of a kernel, inductor fills a buffer of the size of the card's cache; where there is no room for
-    this buffer, the filling is left out. What a timing allocates is returned to the card, so that later blocks lie as
-    if no kernel had been timed. A configuration that there is no memory to time counts as infinitely slow; if that
-    holds for all of them, the first one is used."""
+    """A context in which kernels are timed while torch's allocator for CUDA holds at most `limit_bytes`. Inductor fills
+    a buffer of the size of the card's cache before each run, which is left out where it has no room. What a timing
+    allocates is returned to the card, so that later blocks lie as without it. A configuration that there is no memory
+    to time counts as infinitely slow; if that holds for all of them, the first one is used."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     attributes = vars(benchmarker)

@@ -1,7 +1,5 @@
 """AOTAutograd in two phases: a region's joint graph is traced first; later it is cut and compiled, once or repeatedly.
-
-Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second.
-"""
+Functions import torch._dynamo and torch._functorch.aot_autograd themselves: these take more than a second."""
 
 from __future__ import annotations
 
@@ -24,44 +22,29 @@ from memopt.compat.eager_mode import dead_draws_kept, eager_kernels
 from memopt.compat.fakes import broadcast_masks, traced_mode
 from memopt.compat.symbols import has_gaps
 from memopt.compat.true_results import correct_strides
-from passes.compat import Replacement, erase_all, forget_erased, private, replaced_all
+from passes.compat import Replacement, enable_python_dispatcher, erase_all, forget_erased, private, replaced_all
 
-PRIVATE_NAMES = (
-    *private(
-        "torch._functorch.aot_autograd",
-        "aot_export_joint_with_descriptors",
-        call="stack, module, args, keep_inference_input_mutations=",
-    ),
-    *private(
-        "torch._functorch._aot_autograd.graph_compile",
-        "aot_stage2_compile",
-        call="state, capture, partition_fn=, fw_compiler=, bw_compiler=, inference_compiler=",
-    ),
-    *private("torch._functorch._aot_autograd.graph_compile", "aot_stage2_autograd"),
-    *private("torch._dynamo.compiled_autograd", "_disable"),
-    *private("torch._dynamo.utils", "preserve_rng_state"),
-    *private("torch._dispatch.python", "enable_python_dispatcher"),
-    *private("torch._functorch._aot_autograd.schemas", "OutputType.alias_of_input OutputType.is_input"),
-    *private(
-        "torch._functorch._aot_autograd.schemas",
-        "JointWithDescriptors._aot_state JointWithDescriptors._aot_graph_capture AOTState.needs_autograd "
-        "AOTState.fw_metadata AOTState.aot_config AOTState.fake_mode ViewAndMutationMeta.output_info "
-        "ViewAndMutationMeta.input_info ViewAndMutationMeta.dynamic_saved_tensors_idxs "
-        "ViewAndMutationMeta.subclass_inp_meta ViewAndMutationMeta.bw_donated_idxs",
-        needed=False,
-    ),
-    *private("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta.from_tensor", call="tensor"),
-    *private("torch._functorch._aot_autograd.schemas", "MemoryFormatMeta", call="memory_format="),
-    *private("torch._prims_common", "suggest_memory_format"),
-    *private("torch._logging._internal", "getArtifactLogger"),
-    *private("torch._dynamo.symbolic_convert", "TensorifyState.force_specializations"),
-)
+PRIVATE_NAMES = private("""
+    torch._functorch.aot_autograd:
+        aot_export_joint_with_descriptors(stack, module, args, keep_inference_input_mutations=)
+    torch._functorch._aot_autograd.graph_compile:
+        aot_stage2_compile(state, capture, partition_fn=, fw_compiler=, bw_compiler=, inference_compiler=)
+        aot_stage2_autograd
+    torch._dynamo.compiled_autograd: _disable
+    torch._dynamo.utils: preserve_rng_state
+    torch._functorch._aot_autograd.schemas: OutputType.alias_of_input .is_input MemoryFormatMeta.from_tensor(tensor)
+        MemoryFormatMeta(memory_format=) JointWithDescriptors._aot_state? ._aot_graph_capture? AOTState.needs_autograd?
+        .fw_metadata? .aot_config? .fake_mode? ViewAndMutationMeta.output_info? .input_info?
+        .dynamic_saved_tensors_idxs? .subclass_inp_meta? .bw_donated_idxs?
+    torch._prims_common: suggest_memory_format
+    torch._logging._internal: getArtifactLogger
+    torch._dynamo.symbolic_convert: TensorifyState.force_specializations
+""")
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """Cuts a joint graph into forward and backward. Takes the graph, its inputs, and the keyword `num_fwd_outputs`."""
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
-"""Compiles a forward or backward, given with example inputs, to a function that takes a list of arguments and empties
-it."""
+"""Compiles a forward or backward, given with example inputs, to a function that empties its list of arguments."""
 
 
 _disable: Any = torch.compiler.disable
@@ -99,8 +82,7 @@ class InputUse:
 
 
 def noting_input_use(found: list[InputUse]) -> Replacement:
-    """A replacement by which AOTAutograd, before it cuts a joint graph, adds to `found` what the region does with its
-    inputs."""
+    """A replacement by which AOTAutograd, before it cuts a joint graph, adds to `found` the use of its inputs."""
     from torch._functorch._aot_autograd import graph_compile
 
     own: Any = graph_compile.aot_stage2_autograd
@@ -130,37 +112,28 @@ class AotTrace:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """For each input of the region, the position of the corresponding input of the joint graph. A tensor subclass,
-        such as a sharded parameter, becomes several inputs there; the position is that of the first, which holds its
-        memory."""
+        """For each input of the region, the position of the corresponding input of the joint graph; for a tensor
+        subclass, such as a sharded parameter, that of the first of several, which holds its memory."""
         return _firsts(self.state.fw_metadata.subclass_inp_meta)
 
     @property
     def gradient_places(self) -> tuple[int, ...]:
-        """For each input of the region, the position of its gradient among those that the joint graph returns. The
-        gradient of a tensor subclass is several values there, and the position is that of the first; an input without a
-        gradient has a single None there."""
+        """For each input of the region, the position of its gradient among those that the joint graph returns: that of
+        the first for a tensor subclass, whose gradient is several values there, of a single None for no gradient."""
         wrappers = self.capture.maybe_subclass_meta
         return self.places if wrappers is None else _firsts(wrappers.grad_input_metas)
 
     def compile(self, partition: Partition, forward: Compile, backward: Compile) -> Callable[..., Any]:
         """The region as a differentiable function of its inputs, which runs the forward and backward into which
-        `partition` cuts the joint graph.
-
-        `forward` and `backward` are the compilers of the two modules that `partition` returns, whose graphs are empty
-        afterwards. This may be called repeatedly with different partitions, each time in the region's tracing context.
-        """
-        compiled, halves = _second_phase(
-            self.state, self.capture, partition, forward, backward, log=_graphs_are_logged()
-        )
+        `partition` cuts the joint graph. `forward` and `backward` are the compilers of these two modules, whose graphs
+        are empty afterwards. This may be called repeatedly, each time in the region's tracing context."""
+        log = _graphs_are_logged()
+        compiled, halves = _second_phase(self.state, self.capture, partition, forward, backward, log=log)
         for half in halves:
             erase_all(half.graph)  # their code is compiled
         compiled = _disable(compiled, reason="memopt has compiled this region by its plan")
 
-        def region(*inputs: Any) -> Any:
-            return compiled(list(inputs))
-
-        return region
+        return lambda *inputs: compiled(list(inputs))
 
     def of(self, joint: fx.GraphModule) -> AotTrace:
         """The same trace with its joint graph replaced by `joint`, a rewritten one."""
@@ -199,9 +172,7 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
 
 def gradients_without_gaps() -> Replacement:
     """A replacement by which AOTAutograd takes the gradients of outputs that are views with gaps as contiguous tensors.
-
-    By itself AOTAutograd copies such a gradient to the strides of the view, gaps included: the gradient of one column
-    of a matrix would take as much memory as the whole matrix."""
+    By itself it copies them to the strides of the view: that of one column would take the memory of the matrix."""
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
     return MemoryFormatMeta, "from_tensor", _gapless(MemoryFormatMeta.from_tensor)
@@ -220,8 +191,7 @@ def _gapless(own: Callable[..., Any]) -> Any:
 
 
 def constants_as_attributes(module: fx.GraphModule) -> fx.GraphModule:
-    """Turn the buffers of a module into plain attributes, which AOTAutograd treats as constants. Returns the same
-    module."""
+    """Turn the buffers of a module, which is returned, into plain attributes, constants for AOTAutograd."""
     for name, constant in list(module._buffers.items()):
         del module._buffers[name]
         setattr(module, name, constant)
@@ -233,6 +203,8 @@ def _second_phase(
 ) -> tuple[Callable[[list[Any]], Any], Sequence[fx.GraphModule]]:
     """Cuts the joint graph by `partition` and compiles both parts by `forward` and `backward`. Returns the function
     that runs them on a list of inputs, and their graphs. With `log`, AOTAutograd logs the graphs."""
+    from torch._dynamo import compiled_autograd
+    from torch._dynamo.utils import preserve_rng_state
     from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
 
     halves: list[fx.GraphModule] = []
@@ -258,15 +230,13 @@ def _second_phase(
         capture = replace(capture, maybe_subclass_meta=wrappers)
     state.aot_config = replace(state.aot_config, force_non_lazy_backward_lowering=True, enable_log=log)
     second_phase: Any = aot_stage2_compile
-    with _fakes_active(state), dead_draws_kept(), unread_numbers_left(state.fake_mode, capture.graph_module):
-        compiled, _ = second_phase(
-            state,
-            capture,
-            partition_fn=cut,
-            fw_compiler=forward,
-            bw_compiler=compile_backward,
-            inference_compiler=forward,
-        )
+    compilers = {"fw_compiler": forward, "bw_compiler": compile_backward, "inference_compiler": forward}
+    with (  # the modes in which the region was traced
+        compiled_autograd._disable(), torch.autograd.set_multithreading_enabled(False), preserve_rng_state(),
+        state.fake_mode, enable_python_dispatcher(), dead_draws_kept(),
+        unread_numbers_left(state.fake_mode, capture.graph_module),
+    ):  # fmt: skip
+        compiled, _ = second_phase(state, capture, partition_fn=cut, **compilers)
     # Else each forward would mark inputs that it saves as changing in size, for all later captures; before torch 2.13
     # these marks cannot be told from those that users make.
     state.fw_metadata.dynamic_saved_tensors_idxs.clear()
@@ -302,51 +272,28 @@ def _firsts(metas: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _graphs_are_logged() -> bool:
-    """Whether a log of AOTAutograd's graphs is on. AOTAutograd itself would turn the graphs into text before it
-    asks."""
+    """Whether a log of AOTAutograd's graphs is on, for which it would turn the graphs into text before it asks."""
     name = "torch._functorch._aot_autograd.graph_compile"
     return "TORCH_TRACE" in os.environ or getArtifactLogger(name, "aot_graphs").isEnabledFor(logging.DEBUG)
 
 
 @contextmanager
-def _fakes_active(state: Any) -> Iterator[None]:
-    """Context with the modes in which the region was traced, which AOTAutograd needs when it compiles."""
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._dynamo import compiled_autograd
-    from torch._dynamo.utils import preserve_rng_state
-
-    with ExitStack() as stack:
-        stack.enter_context(compiled_autograd._disable())
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(preserve_rng_state())
-        stack.enter_context(state.fake_mode)
-        stack.enter_context(enable_python_dispatcher())
-        yield
-
-
-@contextmanager
 def unread_numbers_left(mode: Any, joint: fx.GraphModule | None = None) -> Iterator[None]:
     """Context in which AOTAutograd does not ask Dynamo to capture a call again because of unread symbols for numbers.
-
     Torch makes a symbol for the number in each 0-dim fp64 tensor on the CPU among the inputs, in case the forward asks
-    for it by `item()`. Where nothing reads the symbol, AOTAutograd asks Dynamo to capture the call again without it.
-    This context prevents that for the symbols of the fake mode `mode` that no operator of `joint` reads; nothing is
-    done if `mode` is None. Without `joint` it does so for all symbols of the mode, as a second trace of a region needs:
-    that trace makes new symbols, and reads those instead.
-    """
+    for it by `item()`, and captures the call again without it where nothing reads it. Symbols here are those of the
+    fake mode `mode` (none if it is None) that no operator of `joint` reads; without `joint` all of them, since a second
+    trace of a region makes new symbols, and reads those instead."""
     from torch._dynamo.symbolic_convert import TensorifyState
 
     environment = getattr(mode, "shape_env", None)
     if environment is None:
         yield
         return
-    values = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val
-    numbers = {str(symbol) for symbol in values if str(symbol).startswith("zf")}
+    numbers = {str(symbol) for symbol in environment.backed_var_to_val if str(symbol).startswith("zf")}
     for node in joint.graph.nodes if joint is not None and numbers else ():
-        value = node.meta.get("val")
-        numbers -= (
-            {str(symbol) for symbol in value.node.expr.free_symbols} if isinstance(value, torch.SymFloat) else set()
-        )
+        if isinstance(value := node.meta.get("val"), torch.SymFloat):
+            numbers -= {str(symbol) for symbol in value.node.expr.free_symbols}
     added = numbers - TensorifyState.force_specializations
     TensorifyState.force_specializations |= added
     try:

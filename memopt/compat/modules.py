@@ -25,27 +25,20 @@ from memopt.compat.fakes import FakeTensor
 from memopt.compat.hooks import hook_tables
 from memopt.compat.host import HOST
 from memopt.compat.tensors import special_kind
-from passes.compat import private, replaced
+from passes.compat import Replacement, private, replaced, replaced_all
 
 # `_compiled_call_impl` is what `Module.compile()` sets: an attribute of the instance (None on the class) that
 # `Module.__call__` prefers to `_call_impl`. Pickling and `copy.deepcopy` leave it out.
-PRIVATE_NAMES = (
-    *private("torch.nn", "Module._call_impl Module._compiled_call_impl"),
-    *private("torch.nn", "Module._apply", call="self, fn, recurse"),
-    *private(
-        "torch.nn",
-        "Module._buffers Module._modules Module._parameters Module._forward_hooks Module._forward_pre_hooks",
-        needed=False,
-    ),
-    *private("torch.utils.hooks", "BackwardHook.__init__", call="self, module, full, before"),
-    *private("torch.amp", "GradScaler._found_inf_per_device", call="self, optimizer"),
-    *private(
-        "torch.optim.optimizer", "_foreach_supported_types _global_optimizer_pre_hooks _global_optimizer_post_hooks"
-    ),
-    *private("torch.optim.optimizer", "_get_foreach_kernels_supported_devices", call=""),
-    *private("torch.compiler", "_is_compiling_flag"),
-    *private("torch.nn.utils.parametrize", "_cache"),
-)
+PRIVATE_NAMES = private("""
+    torch.nn: Module._call_impl ._compiled_call_impl ._apply(self, fn, recurse) ._buffers? ._modules? ._parameters?
+        ._forward_hooks? ._forward_pre_hooks?
+    torch.utils.hooks: BackwardHook.__init__(self, module, full, before)
+    torch.amp: GradScaler._found_inf_per_device(self, optimizer)
+    torch.optim.optimizer: _foreach_supported_types _global_optimizer_pre_hooks _global_optimizer_post_hooks
+        _get_foreach_kernels_supported_devices()
+    torch.compiler: _is_compiling_flag
+    torch.nn.utils.parametrize: _cache
+""")
 
 
 def cached_parametrizations() -> dict[Any, Any]:
@@ -59,15 +52,14 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that a call of the module runs in place of its forward and hooks, as `set_compiled_call` or
-    `Module.compile()` set it last; None without one."""
+    """The function that calls of the module run in place of its forward and hooks, set by `set_compiled_call` or
+    `Module.compile()`; None without one."""
     return getattr(module, "_compiled_call_impl", None)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Make calls of the module run `call` instead of its forward and hooks."""
-    anything: Any = module
-    anything._compiled_call_impl = call
+    module._compiled_call_impl = call
 
 
 def reset_compiled_call(module: nn.Module) -> None:
@@ -110,9 +102,8 @@ def forward_hook_tables(modules: Iterable[nn.Module]) -> list[Mapping[int, Calla
 
 @contextmanager
 def without_backward_hooks(model: nn.Module) -> Iterator[None]:
-    """A context in which backward passes of this thread call no hook of the model's parameters or of any module; hooks
-    of autograd nodes are called. The parameters' hooks are removed for the block, so no other thread may train this
-    model meanwhile."""
+    """A context in which backward passes of this thread call no hook of the model's parameters or of any module, but
+    those of autograd nodes. No other thread may train this model meanwhile."""
     tables = [table for parameter in model.parameters() for table in hook_tables(parameter)]
     hooks = [dict(table) for table in tables]
     thread = threading.get_ident()
@@ -137,11 +128,6 @@ def inside_compiled(module: nn.Module) -> nn.Module | None:
     """The module that was passed to `torch.compile` to make `module`; None for other modules."""
     inner = module._modules.get("_orig_mod")
     return inner if type(module).__name__ == "OptimizedModule" else None
-
-
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The module's forward pre-hooks and forward hooks."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -199,10 +185,9 @@ _SORTS = ("_parameter", "_buffer")
 
 
 class CurrentParts:
-    """The `Parts` of a model at each call. They are looked up anew only after a module or a parameter was added,
-    replaced or removed; to check that takes a tenth of the time. Parameters that were computed, as
-    `torch.func.functional_call` puts them in place of the model's for a call, are not kept: the graph behind them may
-    hold the model."""
+    """The `Parts` of a model at each call, looked up anew only after a module or a parameter was added, replaced or
+    removed; to check that takes a tenth of the time. Parameters that were computed, as `torch.func.functional_call`
+    puts them in place of the model's for a call, are not kept: the graph behind them may hold the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -249,9 +234,8 @@ def own_tp_plan(model: nn.Module) -> Any:
 
 
 def nonfinite_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The flags that `scaler.unscale_(optimizer)` set: a scalar tensor for each device, 1 if a gradient is not finite.
-
-    By these tensors `scaler.step(optimizer)` decides whether to step, and `scaler.update()` adapts the scale."""
+    """The flags that `scaler.unscale_(optimizer)` set, and that `step` and `update` read: a scalar tensor for each
+    device, 1 if a gradient is not finite."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
@@ -267,27 +251,23 @@ def wrapped_by_scheduler(step: Any) -> Any | None:
 
 @contextmanager
 def eager_optimizers(*, foreach: bool) -> Iterator[None]:
-    """Context in which torch's optimizers make the choices of an eager run although they are given fake tensors.
-
-    They treat fake tensors as plain ones, and do not notice that something is being compiled. Functions that the user
-    has compiled run uncompiled, and the hooks that torch calls on steps of any optimizer are not called. With
-    `foreach`, the foreach implementation is the default on the CPU too, as it is on a GPU."""
-    types: list[Any] = _foreach_supported_types
+    """Context in which torch's optimizers make the choices of an eager run although they are given fake tensors, and
+    do not notice that something is being compiled. Functions that the user has compiled run uncompiled, and the hooks
+    that torch calls on steps of any optimizer are not called. With `foreach`, the foreach implementation is the default
+    on the CPU too, as it is on a GPU."""
     module: Any = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim hides it
     devices = module._get_foreach_kernels_supported_devices
+    as_on_cards = (lambda: [*devices(), HOST.type]) if foreach else devices
+    changes: list[Replacement] = [
+        (torch.compiler, "_is_compiling_flag", False),
+        (module, "_get_foreach_kernels_supported_devices", as_on_cards),
+        (module, "_global_optimizer_pre_hooks", {}),
+        (module, "_global_optimizer_post_hooks", {}),
+    ]
+    types: list[Any] = _foreach_supported_types
     types.append(FakeTensor)
     try:
-        with (
-            replaced(torch.compiler, "_is_compiling_flag", False),
-            replaced(
-                module,
-                "_get_foreach_kernels_supported_devices",
-                (lambda: [*devices(), HOST.type]) if foreach else devices,
-            ),
-            replaced(module, "_global_optimizer_pre_hooks", {}),
-            replaced(module, "_global_optimizer_post_hooks", {}),
-            torch.compiler.set_stance("force_eager"),
-        ):
+        with replaced_all(changes), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         types.remove(FakeTensor)

@@ -24,32 +24,23 @@ from passes.compat import overload_name as overload_name
 from passes.compat import private
 from passes.compat import schema_of as schema_of
 
-PRIVATE_NAMES = (
-    *private(
-        "torch.utils._python_dispatch",
-        "TorchDispatchMode _disable_current_modes _get_current_dispatch_mode_stack TorchDispatchMode.is_infra_mode",
-    ),
-    *private(
-        "torch._C",
-        "DisableTorchFunctionSubclass DisableTorchFunction _DisableAutocast DispatchKey "
-        "_dispatch_has_kernel_for_dispatch_key _dispatch_get_registrations_for_dispatch_key "
-        "_ForceDispatchKeyGuard _dispatch_tls_local_include_set _dispatch_tls_local_exclude_set _set_grad_enabled",
-    ),
-    *private("torch._ops", "OpOverload._op_dk OpOverload._schema OpOverload._overloadname", needed=False),
-    *private("torch._ops", "OpOverload HigherOrderOperator"),
-    *private("torch.utils._pytree", "tree_flatten tree_leaves tree_map tree_unflatten"),
-    *private("torch.amp.autocast_mode", "_enter_autocast _exit_autocast"),
-    *private("torch._C._autograd", "_get_data_attr"),
-    *private("torch._C._functorch", "get_inplace_requires_grad_allowed", call=""),
-    *private("torch._C._functorch", "set_inplace_requires_grad_allowed", call="allowed"),
-)
+PRIVATE_NAMES = private("""
+    torch.utils._python_dispatch: TorchDispatchMode _disable_current_modes _get_current_dispatch_mode_stack
+        TorchDispatchMode.is_infra_mode
+    torch._C: DisableTorchFunctionSubclass DisableTorchFunction _DisableAutocast DispatchKey
+        _dispatch_has_kernel_for_dispatch_key _dispatch_get_registrations_for_dispatch_key _ForceDispatchKeyGuard
+        _dispatch_tls_local_include_set _dispatch_tls_local_exclude_set _set_grad_enabled
+    torch._ops: OpOverload._op_dk? ._schema? ._overloadname? OpOverload HigherOrderOperator
+    torch.utils._pytree: tree_flatten tree_leaves tree_map tree_unflatten
+    torch.amp.autocast_mode: _enter_autocast _exit_autocast
+    torch._C._autograd: _get_data_attr
+    torch._C._functorch: get_inplace_requires_grad_allowed() set_inplace_requires_grad_allowed(allowed)
+""")
 
 
 def plain_tensors() -> ExitStack:
-    """Context without dispatch modes and without the `__torch_function__` of tensor subclasses.
-
-    Torch function modes still act, so that factories see the default device.
-    """
+    """Context without dispatch modes and without the `__torch_function__` of tensor subclasses. Torch function modes
+    still act, so that factories see the default device."""
     stack = ExitStack()
     stack.enter_context(torch._C.DisableTorchFunctionSubclass())
     stack.enter_context(_disable_current_modes())
@@ -74,16 +65,14 @@ def modes_of_the_user() -> str:
     return ", ".join(dict.fromkeys(kind.__name__ for kind in modes if not kind.__module__.startswith("memopt.")))
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """Context without dispatch modes."""
-    return _disable_current_modes()
+without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+"""Context without dispatch modes."""
 
 
 def kernels_as_in_eager_mode() -> AbstractContextManager[None]:
     """Context in which a dispatch mode runs operators on real values as eager mode does: their kernels see that a
-    tensor is a lazy conjugate or negative. Inside of a mode torch leaves these dispatch keys out. A kernel that makes
-    such views itself (`linalg_pinv` of complex numbers) would then read their memory without the conjugation or sign,
-    and compute with wrong values."""
+    tensor is a lazy conjugate or negative. Inside of a mode torch leaves these dispatch keys out, and a kernel that
+    makes such views itself (`linalg_pinv` of complex numbers) would compute with wrong values."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     excluded = excluded.remove(DispatchKey.Conjugate).remove(DispatchKey.Negative)
     return torch._C._ForceDispatchKeyGuard(included, excluded)
@@ -126,7 +115,7 @@ def _kernel(operator: Any, name: str) -> Callable[..., Any] | None:
 
 def makes_unknown_bytes(operator: Any) -> bool:
     """Whether an operator makes results whose size only its kernel knows: recurrent layers of oneDNN, cuDNN and MIOpen
-    save a buffer for their backward whose size the library chooses, which is empty on fake tensors."""
+    save a buffer for their backward, which is empty on fake tensors."""
     return schema_of(operator).name in _OF_LIBRARIES
 
 
@@ -222,13 +211,10 @@ def requiring_grad(value: torch.Tensor) -> torch.Tensor:
 def custom_function(
     forward: Callable[..., Any], backward: Callable[..., Any], not_differentiable: Sequence[int], *inputs: Any
 ) -> Any:
-    """The outputs, for `inputs`, of an `autograd.Function` whose backward can be differentiated again.
-
-    `forward(*inputs)` returns the outputs, and values for `backward`. `backward` takes the gradients of the outputs,
-    then these values, and returns the gradients of `inputs`. `not_differentiable` holds the positions of outputs
-    without gradients. The operator that torch itself captures for
-    such a function runs the backward without autograd: second derivatives would silently be zero.
-    """
+    """The outputs, for `inputs`, of an `autograd.Function` whose backward can be differentiated again: in the operator
+    that torch itself captures for one, second derivatives would silently be zero. `forward(*inputs)` returns the
+    outputs, and values for `backward`, which takes the gradients of the outputs, then these values, and returns the
+    gradients of `inputs`. `not_differentiable` holds the positions of outputs without gradients."""
     apply: Any = _Function.apply
     return apply(forward, backward, frozenset(not_differentiable), *inputs)
 

@@ -15,20 +15,17 @@ from torch.utils.checkpoint import checkpoint
 from memopt.compat.tensors import WeakStorage, weak_storages
 from passes.compat import private
 
-PRIVATE_NAMES = (
-    *private("torch._C._autograd", "_unsafe_set_version_counter"),
-    *private("torch._C", "_FunctionBase._raw_saved_tensors"),
-    *private("torch._C._autograd", "_top_saved_tensors_default_hooks", call="False"),
-    *private("torch._C._autograd", "_pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks"),
-)
+PRIVATE_NAMES = private("""
+    torch._C._autograd: _unsafe_set_version_counter _top_saved_tensors_default_hooks(False)
+        _pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks
+    torch._C: _FunctionBase._raw_saved_tensors
+""")
 
 
 def saved_by(node: Any) -> list[torch.Tensor]:
-    """The tensors that an autograd node holds for its backward; none once they are freed.
-
-    Saved-tensor hooks are not called: for a value that a hook has packed, the list has the tensors in what the hook
-    returned. The exception is the node of an `autograd.Function`, which is read through the hooks, as in its backward,
-    unless a saved tensor was changed in place. Where `note_packed` has recorded hooks, the list is empty."""
+    """The tensors that an autograd node holds for its backward; none once they are freed, and where `note_packed` has
+    recorded hooks. For a value that a saved-tensor hook has packed, those in what the hook returned; the node of an
+    `autograd.Function` is read through the hooks, as in its backward, unless a saved tensor was changed in place."""
     saved: list[torch.Tensor] = []
     if _PACKED in node.metadata:
         return saved
@@ -49,8 +46,7 @@ def saved_by(node: Any) -> list[torch.Tensor]:
 
 
 def _raw_saved(node: Any) -> Iterator[Any]:
-    """Yields the `SavedTensor`s of an autograd node, in the same order for every node of a class; none for a node whose
-    saved tensors were freed."""
+    """Yields the `SavedTensor`s of an autograd node, in the same order for every node of a class; none once freed."""
     kind = type(node)
     if kind not in _SAVED:
         _SAVED[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
@@ -88,8 +84,7 @@ def replace_saved(
 
 
 def all_saved(nodes: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors that the autograd nodes of a forward that has just run hold for its backward, in the order that
-    `replace_saved` expects."""
+    """The tensors that the autograd nodes of a forward hold for its backward, in the order of `replace_saved`."""
     return [value for node in nodes for _, value in _with_values(node)]
 
 
@@ -115,7 +110,6 @@ class _Later:
         return number
 
     def take(self, number: int) -> torch.Tensor:
-        """The value of the saved tensor with this number."""
         if number not in self._found:
             values = self.values()
             self._found = {one: values[one].detach() for one in self._numbers}
@@ -127,9 +121,8 @@ _PACKED = "the user's hooks packed what it saved"
 
 
 def unseen_by_hooks() -> AbstractContextManager[None]:
-    """A context in which the tensors that autograd saves do not go to saved-tensor hooks that were set outside of it.
-    A checkpoint, for instance, counts what the forward saves, and must not count memopt's own runs. Hooks that are set
-    within the context work."""
+    """A context in which the tensors that autograd saves do not go to saved-tensor hooks that were set outside of it,
+    such as those of a checkpoint, which counts what the forward saves. Hooks that are set within the context work."""
     return _set_aside(lambda: True)
 
 
@@ -155,9 +148,8 @@ def _set_aside(is_innermost: Callable[[], bool]) -> Iterator[None]:
 
 
 def checkpoint_around() -> tuple[Any, bool] | None:
-    """The innermost `torch.utils.checkpoint` in which code runs now, as an object that is the same in its first and
-    second run, and whether this is the second run, in the backward. None outside of checkpoints, and in those with
-    `use_reentrant=True`."""
+    """The innermost `torch.utils.checkpoint` around this code, as an object that is the same in its first and second
+    run, and whether this is the second run. None outside of checkpoints, and with `use_reentrant=True`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = inspect.unwrap(hooks[0]) if hooks else None
     if getattr(pack, "__module__", None) != checkpoint.__module__:
@@ -167,9 +159,8 @@ def checkpoint_around() -> tuple[Any, bool] | None:
 
 
 def note_packed(node: Any) -> bool:
-    """Whether the user's saved-tensor hooks (a checkpoint around the call, `save_on_cpu`) have packed what an
-    `autograd.Function`'s new node has saved; the answer is also recorded in the node. Reading such tensors would call
-    the hooks, and a checkpoint would run its function again."""
+    """Whether the user's saved-tensor hooks (a checkpoint, `save_on_cpu`) have packed what an `autograd.Function`'s new
+    node has saved, also recorded in the node: reading would call the hooks, and run a checkpoint's function again."""
     packed = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     if packed:
         node.metadata[_PACKED] = True
@@ -184,9 +175,8 @@ def hooks_of_the_user() -> bool:
 
 
 def changed_since_saved(node: Any) -> str:
-    """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, so
-    that torch will raise an error in its backward. "" where there is none, `replace_saved` has freed any, or
-    `note_packed` has found hooks."""
+    """Class and shape of a tensor that an `autograd.Function`'s node has saved and that was changed in place since, a
+    later error of torch; "" for none, or where `replace_saved` or `note_packed` have marked the node."""
     if node is None or _REPLACED in node.metadata or _PACKED in node.metadata:
         return ""
     try:
@@ -203,6 +193,6 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
 
 def free_saved_tensors(node: Any) -> None:
-    """Free the tensors that an `autograd.Function`'s node has saved, as its backward does when it ends. To be called
-    inside a backward pass that does not retain its graph."""
+    """Free the tensors that an `autograd.Function`'s node has saved. To be called inside a backward pass that does not
+    retain its graph, whose end would free them."""
     node.maybe_clear_saved_tensors()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,56 +12,35 @@ from torch import fx
 
 from memopt.compat.fakes import FakeTensorMode
 from memopt.errors import CaptureError
-from passes.compat import private
+from passes.compat import free_unbacked_symbols, private
 
 # No underscores, but undocumented.
-PRIVATE_NAMES = (
-    *private("torch", "SymInt.node", needed=False),
-    *private(
-        "torch.fx.experimental.sym_node",
-        "SymNode.has_hint SymNode.hint SymNode.expr SymNode.shape_env SymNode.maybe_as_float",
-        needed=False,
-    ),
-    *private(
-        "torch.fx.experimental.symbolic_shapes",
-        "ShapeEnv.bound_sympy ShapeEnv.produce_guards_expression ShapeEnv.evaluate_guards_expression "
-        "free_unbacked_symbols rebind_unbacked guard_scalar GuardOnDataDependentSymNode",
-    ),
-    *private("torch.utils._sympy.symbol", "SymT.UNBACKED_FLOAT symbol_is_type"),
-    *private(
-        "torch.fx.experimental.symbolic_shapes",
-        "ShapeEnv.guards ShapeEnv.replacements ShapeEnv.replacements_slocs",
-        needed=False,
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch: SymInt.node?
+    torch.fx.experimental.sym_node: SymNode.has_hint? .hint? .expr? .shape_env? .maybe_as_float?
+    torch.fx.experimental.symbolic_shapes: ShapeEnv.bound_sympy .produce_guards_expression .evaluate_guards_expression
+        .guards? .replacements? .replacements_slocs? rebind_unbacked guard_scalar
+    torch.utils._sympy.symbol: SymT.UNBACKED_FLOAT symbol_is_type
+""")
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    values: Mapping[str, int] = field(default_factory=dict)
-    may_be_smaller: bool = False
-
-
-_known_sizes: ContextVar[_Sizes | None] = ContextVar("known_sizes", default=None)
-
-
-def known_sizes(sizes: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Context in which `upper_bound` uses these values for symbols, by symbol name."""
-    return _taking(_Sizes(sizes))
-
-
-def sizes_up_to(largest: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Context in which `upper_bound` assumes each of these symbols, by name, to be at most the given value."""
-    return _taking(_Sizes(largest, may_be_smaller=True))
+_known_sizes: ContextVar[tuple[Mapping[str, int], bool] | None] = ContextVar("known_sizes", default=None)
+"""The values of symbols by their names, and whether they may be smaller."""
 
 
 @contextmanager
-def _taking(sizes: _Sizes) -> Iterator[None]:
-    token = _known_sizes.set(sizes)
+def known_sizes(sizes: Mapping[str, int], *, may_be_smaller: bool = False) -> Iterator[None]:
+    """Context in which `upper_bound` uses these values for symbols, by symbol name."""
+    token = _known_sizes.set((sizes, may_be_smaller))
     try:
         yield
     finally:
         _known_sizes.reset(token)
+
+
+def sizes_up_to(largest: Mapping[str, int]) -> AbstractContextManager[None]:
+    """Context in which `upper_bound` assumes each of these symbols, by name, to be at most the given value."""
+    return known_sizes(largest, may_be_smaller=True)
 
 
 def fixed_float(value: object) -> float | None:
@@ -85,16 +63,8 @@ def fix_float(value: torch.SymFloat) -> None:
     guard_scalar(value)
 
 
-def guard_errors() -> tuple[type[Exception], ...]:
-    """The errors of a guard on a symbol without a known value."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return (GuardOnDataDependentSymNode,)
-
-
 def has_unknown_float(value: Any) -> bool:
     """Whether the shape of a tensor depends on a float without a known value."""
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
     if not isinstance(value, torch.Tensor):
@@ -103,17 +73,15 @@ def has_unknown_float(value: Any) -> bool:
 
 
 def upper_bound(size: torch.SymInt) -> int:
-    """The largest value that a symbolic size may take.
-
-    It is computed from `known_sizes` or `sizes_up_to` where these name its symbols, else from its hint if it has one,
-    else from the bounds of the symbols; it is never below 0. Raises `CaptureError` if a symbol has no bound."""
+    """The largest value that a symbolic size may take, at least 0: from `known_sizes` or `sizes_up_to` where these name
+    its symbols, else its hint, else the symbols' bounds. Raises `CaptureError` if a symbol has no bound."""
     node: Any = size.node
-    known = _known_sizes.get() or _Sizes()
-    values = {s: known.values[s.name] for s in node.expr.free_symbols if s.name in known.values}
+    known, may_be_smaller = _known_sizes.get() or ({}, False)
+    values = {s: known[s.name] for s in node.expr.free_symbols if s.name in known}
     if not values and node.has_hint():
         return int(node.hint)
     bound = _bound(node, values)
-    if known.may_be_smaller and not _grows(node.expr):
+    if may_be_smaller and not _grows(node.expr):
         for symbol in values:
             least = node.shape_env.bound_sympy(symbol).lower
             fewer = {**values, symbol: int(least) if _is_limit(least) and least > 0 else 0}
@@ -152,11 +120,8 @@ def data_symbols_of(value: Any) -> set[str]:
     """The names of the data-dependent symbols in a node's value: a tensor, a number, or tuples and lists of these."""
     if isinstance(value, (tuple, list)):
         return set().union(*map(data_symbols_of, value))
-    if not isinstance(value, _SYMBOLIC):
-        return set()
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    return {symbol.name for symbol in free_unbacked_symbols(value)}
+    symbolic = isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat))
+    return {symbol.name for symbol in free_unbacked_symbols(value)} if symbolic else set()
 
 
 def shape_symbols(value: Any) -> set[str]:
@@ -166,11 +131,7 @@ def shape_symbols(value: Any) -> set[str]:
     if not isinstance(value, torch.Tensor):
         return set()
     sizes: list[Any] = [size for size in value.shape if isinstance(size, torch.SymInt)]
-    expressions = [size.node.expr for size in sizes]
-    return {symbol.name for expression in expressions for symbol in expression.free_symbols}
-
-
-_SYMBOLIC = (torch.Tensor, torch.SymInt, torch.SymFloat)
+    return {symbol.name for size in sizes for symbol in size.node.expr.free_symbols}
 
 
 def is_symbolic(value: Any) -> bool:
@@ -224,16 +185,14 @@ def rebind_data_sizes(mode: FakeTensorMode, node: fx.Node, result: Any) -> None:
 
 
 def limit_of(size: torch.SymInt) -> int | None:
-    """The largest value of a symbolic size that the conditions recorded at the time of the call allow; None where they
-    set no limit."""
+    """The largest value of a symbolic size that the conditions recorded at the time of the call allow, or None."""
     node: Any = size.node
     upper = node.shape_env.bound_sympy(node.expr).upper
     return int(upper) if _is_limit(upper) else None
 
 
 def _is_limit(bound: Any) -> bool:
-    """Whether a bound of a size, from sympy, is a real limit: torch gives the largest 64-bit integer to sizes that it
-    knows nothing about."""
+    """Whether a bound of a size, from sympy, is a real limit, not the largest 64-bit integer, torch's for no limit."""
     return bool(bound.is_Integer) and bound < _NO_LIMIT
 
 
@@ -241,10 +200,8 @@ _NO_LIMIT = 2**62
 
 
 class AssumedSizes:
-    """The conditions on the symbolic sizes of a region (`sizes`) under which its graphs are valid.
-
-    Dynamo itself checks only the conditions that it knows when its callback returns. Those that are found later, while
-    graphs are traced, are included here."""
+    """The conditions on the symbolic sizes of a region (`sizes`) under which its graphs are valid, also those that are
+    found after Dynamo's callback, while graphs are traced, and that Dynamo does not check."""
 
     def __init__(self, sizes: Sequence[torch.SymInt]) -> None:
         self._sizes = sizes
@@ -294,6 +251,5 @@ def line_that_fixed(tensor: torch.Tensor, dimension: int) -> str | None:
 
 
 def _line(location: Any) -> str:
-    """File, line and function where a condition arose: in the model's code, or in torch's if the model's is not
-    known."""
+    """File, line and function where a condition arose: in the model's code, or in torch's."""
     return str(location.maybe_user_loc or location.framework_loc).split("  # ")[-1]

@@ -14,17 +14,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memopt.compat.operators import plain_tensors
 from passes.compat import private
 
-PRIVATE_NAMES = (
-    *private(
-        "torch",
-        "Tensor._make_wrapper_subclass Tensor._indices Tensor._values Tensor._nested_tensor_size _mkldnn "
-        "UntypedStorage._cdata Tensor._is_view Tensor._use_count",
-    ),
-    *private("torch._C", "DisableTorchFunctionSubclass _storage_Use_Count"),
-    *private("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
-    *private("torch.distributed.tensor", "DTensor._local_tensor", needed=False),
-    *private("torch._library.fake_class_registry", "FakeScriptObject"),
-)
+PRIVATE_NAMES = private("""
+    torch: Tensor._make_wrapper_subclass ._indices ._values ._nested_tensor_size ._is_view ._use_count _mkldnn
+        UntypedStorage._cdata
+    torch._C: DisableTorchFunctionSubclass _storage_Use_Count
+    torch.utils._python_dispatch: is_traceable_wrapper_subclass
+    torch.distributed.tensor: DTensor._local_tensor?
+    torch._library.fake_class_registry: FakeScriptObject
+""")
 
 Subclass = TypeVar("Subclass", bound=torch.Tensor)
 
@@ -53,23 +50,20 @@ NEED_MEMORY = frozenset(_of(_OF_MEMORY))
 """The torch functions that expose a tensor's memory, which torch refuses for subclasses without memory of their own."""
 
 
-def is_wrapper(value: object) -> bool:
-    """Whether a value is a tensor subclass that holds other tensors, which torch.compile traces in place of it."""
-    return is_traceable_wrapper_subclass(value)
+is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
+"""Whether a value is a tensor subclass that holds other tensors, which torch.compile traces in place of it."""
 
 
 def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory of `tensors`, without copies: those inside a wrapper (a quantised weight of
-    torchao, a sharded parameter), the indices and values of a sparse one, the values of a nested one, and a plain
-    tensor itself."""
+    """The tensors that hold the memory of `tensors`, without copies: those inside a wrapper (a quantised weight, a
+    sharded parameter), indices and values of a sparse one, values of a nested one, a plain tensor itself."""
+    tensor: Any
     for tensor in tensors:
-        anything: Any = tensor
         if is_wrapper(tensor):
-            names: Sequence[str] = anything.__tensor_flatten__()[0]
-            parts = (getattr(tensor, name) for name in names)
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             yield from with_memory(part for part in parts if isinstance(part, torch.Tensor))
         elif tensor.layout is torch.sparse_coo:
-            yield from (anything._indices(), anything._values())
+            yield from (tensor._indices(), tensor._values())
         elif tensor.layout in _COMPRESSED:
             by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
             yield tensor.crow_indices() if by_rows else tensor.ccol_indices()
@@ -101,14 +95,13 @@ def special_kind(tensor: torch.Tensor) -> str:
     return "quantized" if tensor.is_quantized else _LAYOUTS.get(tensor.layout, "")
 
 
-def sizes_within(tensor: torch.Tensor) -> Sequence[int]:
+def sizes_within(tensor: Any) -> Sequence[int]:
     """The sizes of a tensor. For a nested one, those of the tensors inside; for one of another special kind
     (`special_kind`), its own, then those of the tensors that hold its memory."""
     if not special_kind(tensor):
         return tensor.shape
     if tensor.is_nested and tensor.layout is torch.strided:
-        anything: Any = tensor
-        return [size for row in anything._nested_tensor_size().tolist() for size in row]
+        return [size for row in tensor._nested_tensor_size().tolist() for size in row]
     own = [] if tensor.is_nested else [*tensor.shape]
     return [*own, *(size for part in with_memory([tensor]) for size in part.shape)]
 
@@ -142,8 +135,7 @@ def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local shard on this rank of a sharded tensor (`DTensor`); any other tensor itself."""
-    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return shard
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -151,17 +143,15 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def is_replicated(tensor: torch.Tensor) -> bool:
+def is_replicated(tensor: Any) -> bool:
     """Whether a tensor is distributed over ranks (`DTensor`) so that each of them has all of it."""
-    anything: Any = tensor
-    return is_sharded(tensor) and all(placement.is_replicate() for placement in anything.placements)
+    return is_sharded(tensor) and all(placement.is_replicate() for placement in tensor.placements)
 
 
-def spread_of(tensor: torch.Tensor) -> tuple[str, ...]:
+def spread_of(tensor: Any) -> tuple[str, ...]:
     """How a tensor is distributed over ranks, as texts: the shape of the mesh, and the placement on each mesh
     dimension; empty for a tensor that is not distributed."""
-    anything: Any = tensor
-    return (str(tuple(anything.device_mesh.shape)), str(anything.placements)) if is_sharded(tensor) else ()
+    return (str(tuple(tensor.device_mesh.shape)), str(tensor.placements)) if is_sharded(tensor) else ()
 
 
 def is_opaque(value: object) -> bool:
@@ -169,18 +159,14 @@ def is_opaque(value: object) -> bool:
     return isinstance(value, FakeScriptObject)
 
 
-def mesh_dimensions(sharded: torch.Tensor) -> int:
+def mesh_dimensions(sharded: Any) -> int:
     """The number of dimensions of the mesh over which a sharded tensor is distributed."""
-    anything: Any = sharded
-    dimensions: int = anything.device_mesh.ndim
-    return dimensions
+    return sharded.device_mesh.ndim
 
 
-def ranks_of(sharded: torch.Tensor) -> list[int]:
+def ranks_of(sharded: Any) -> list[int]:
     """The ranks over which a sharded tensor is distributed."""
-    anything: Any = sharded
-    numbers: list[int] = anything.device_mesh.mesh.flatten().tolist()
-    return numbers
+    return sharded.device_mesh.mesh.flatten().tolist()
 
 
 as_implemented: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
@@ -200,11 +186,9 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def users_of(tensor: torch.Tensor) -> int:
+def users_of(tensor: Any) -> int:
     """A count of the tensors that share the tensor's storage and of the C++ references to the tensor, added up."""
-    sharing: int = torch._C._storage_Use_Count(storage_key(tensor))
-    referring: int = tensor._use_count()  # type: ignore[attr-defined]
-    return sharing + referring
+    return torch._C._storage_Use_Count(storage_key(tensor)) + tensor._use_count()
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -225,9 +209,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int, int]:
-    """Address → bytes of each storage on a device that holds a tensor among some values.
-
-    Each step calls it for all tensors that its model has and saves, so plain tensors are looked up inline."""
+    """Address → bytes of each storage on a device that holds a tensor among some values. Each step calls it for all
+    that its model has and saves, so plain tensors are looked up inline."""
     found: dict[int, int] = {}
     for value in values:
         if not isinstance(value, torch.Tensor) or value.device != device:
@@ -261,9 +244,7 @@ class WeakStorage:
 
 def memory_of(value: object) -> int | None:
     """A number that strided tensors, also fakes, share if and only if they share a storage; None for other values."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    return int(StorageWeakRef(value.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+    return storage_key(value) if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
 
 
 def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:

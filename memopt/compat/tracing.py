@@ -21,26 +21,15 @@ from passes.compat import forget_erased, private, replaced
 
 # Of the last module nothing has an underscore, but what the functions return and take is not documented, and the method
 # of the mode is replaced.
-PRIVATE_NAMES = (
-    *private("torch._guards", "TracingContext.get tracing"),
-    *private("torch._guards", "TracingContext.module_context TracingContext.fake_mode", needed=False),
-    *private(
-        "torch.fx.experimental.proxy_tensor",
-        "get_proxy_mode track_tensor_tree ProxyTorchDispatchMode.__torch_dispatch__",
-    ),
-    *private(
-        "torch._functorch.partitioners", "_extract_fwd_bwd_modules", call="joint, saved, symbols, num_fwd_outputs="
-    ),
-    *private("torch._prims.rng_prims", "run_and_save_rng_state"),
-    *private("torch.fx.graph", "_BoxedCodeGen"),
-    *private("torch.fx", "Graph._codegen", needed=False),
-    *private(
-        "torch._functorch._aot_autograd.runtime_wrappers",
-        "_FirstInvocationContext.__init__",
-        needed=False,
-        since=(2, 13),
-    ),
-)
+PRIVATE_NAMES = private("""
+    torch._guards: TracingContext.get .module_context? .fake_mode? tracing
+    torch.fx.experimental.proxy_tensor: get_proxy_mode track_tensor_tree ProxyTorchDispatchMode.__torch_dispatch__
+    torch._functorch.partitioners: _extract_fwd_bwd_modules(joint, saved, symbols, num_fwd_outputs=)
+    torch._prims.rng_prims: run_and_save_rng_state
+    torch.fx.graph: _BoxedCodeGen
+    torch.fx: Graph._codegen?
+    torch._functorch._aot_autograd.runtime_wrappers: _FirstInvocationContext.__init__
+""")
 
 
 def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -56,11 +45,8 @@ def pre_dispatch_graph(call: Callable[..., Any], mode: FakeTensorMode, inputs: S
 @contextmanager
 def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
     """Context, within `pre_dispatch_graph`, in which each operator call goes to `see(trace, within, operator, args,
-    kwargs)` instead of the tracer.
-
-    What `see` returns is the result of the call. `trace(operator, args, kwargs)` passes a call on to the tracer.
-    `within` is the tracer's dispatch mode: operators that `see` calls under it go to `see` again.
-    """
+    kwargs)`, whose result is that of the call, instead of the tracer. `trace(operator, args, kwargs)` passes a call on
+    to the tracer. `within` is the tracer's dispatch mode: operators that `see` calls under it go to `see` again."""
     tracer: Any = get_proxy_mode()
     go_on = tracer.__torch_dispatch__
 
@@ -78,11 +64,8 @@ def before_tracing(see: Callable[..., Any]) -> Iterator[None]:
 
 
 def opaque_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode) -> Any:
-    """Calls a higher-order operator and returns its result. The call is recorded as one node.
-
-    What the operator calls is not traced. To be called within `pre_dispatch_graph`; `mode` is the fake mode of the
-    arguments.
-    """
+    """Calls a higher-order operator and returns its result. The call is recorded as one node; what the operator calls
+    is not traced. To be called within `pre_dispatch_graph`; `mode` is the fake mode of the arguments."""
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     for number, module in enumerate(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.GraphModule)):
         tracer.root.register_module(tracer.get_fresh_qualname(f"{target}_{number}_"), module)
@@ -111,12 +94,9 @@ def extract_halves(
     saved_objects: list[fx.Node],
     forward_outputs: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cuts a joint graph, whose nodes are tagged as forward or backward, into the two modules for AOTAutograd.
-
-    `saved` are the nodes whose values the forward saves for the backward. The backward also gets the symbolic sizes of
-    `saved_symbols`, and `saved_objects` (device meshes, from torch 2.13). `forward_outputs` is the number of outputs of
-    the forward itself.
-    """
+    """Cuts a joint graph, whose nodes are tagged as forward or backward, into the two modules for AOTAutograd. The
+    forward saves the values of `saved`, the symbolic sizes of `saved_symbols`, and `saved_objects` (device meshes, from
+    torch 2.13) for the backward; `forward_outputs` is the number of outputs of the forward itself."""
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
     objects: Any = {"saved_opaque_nodes": saved_objects} if saved_objects else {}
@@ -124,15 +104,12 @@ def extract_halves(
 
 
 def first_runs_as_later_ones() -> AbstractContextManager[None]:
-    """Context in which regions are compiled so that their first forward runs like all later ones.
-
-    AOTAutograd otherwise runs the first one under a dispatch mode, to find custom operators that return an argument. In
-    a mode some kernels compute other values (`memopt.compat.operators.kernels_as_in_eager_mode`)."""
+    """Context in which regions are compiled so that their first forward runs like all later ones. AOTAutograd otherwise
+    runs it under a dispatch mode, to find custom operators that return an argument, in which some kernels compute other
+    values (`memopt.compat.operators.kernels_as_in_eager_mode`)."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
-    context: Any = getattr(runtime_wrappers, "_FirstInvocationContext", None)
-    if context is None:
-        return nullcontext()
+    context: Any = runtime_wrappers._FirstInvocationContext
     make = context.__init__
 
     def make_later_one(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -143,8 +120,8 @@ def first_runs_as_later_ones() -> AbstractContextManager[None]:
 
 
 def boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Change a module's code to take a list of arguments, and return it as a function. The function empties the list,
-    so that each argument is freed after its last use."""
+    """Change a module's code to take a list of arguments, and return it as a function, which empties the list: each
+    argument is freed after its last use."""
     forget_erased(module.graph)
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()

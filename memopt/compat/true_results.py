@@ -10,51 +10,37 @@ from typing import Any, TypeAlias
 import torch
 
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
-from memopt.compat.operators import (
-    RunningBy,
-    plain_tensors,
-    schema_of,
-    tree_leaves,
-    tree_map,
-    without_torch_functions,
-)
+from memopt.compat.operators import RunningBy, plain_tensors, schema_of, tree_leaves, tree_map, without_torch_functions
 from memopt.compat.symbols import is_symbolic
 from passes.compat import private, size_seen
 
-PRIVATE_NAMES = (
-    *private("torch._subclasses.fake_tensor", "FakeTensorMode.dispatch", call="self, func, types, args, kwargs"),
-    *private("torch._decomp", "decomposition_table"),
-)
+PRIVATE_NAMES = private("""
+    torch._subclasses.fake_tensor: FakeTensorMode.dispatch(self, func, types, args, kwargs)
+    torch._decomp: decomposition_table
+""")
 
 _SMALL = 4
 """Sizes up to this one are not replaced by smaller ones."""
 
 
-class _SmallOperands:
-    """The arguments of a call with large sizes replaced by small ones: equal sizes by equal ones, and in the same
-    order. A symbol counts as the value that it had when it was made.
+def _made_small(
+    args: Any, kwargs: Any, make: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with large sizes replaced by small ones: equal sizes by equal ones, in the same order.
+    `make` makes each tensor from one on "meta" that has its shape, strides and dtype. A symbol counts as the value that
+    it had when it was made; no size may depend on data."""
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    sizes = {size for tensor in tensors for size in _as_seen(tensor.shape)}
+    large = sorted(size for size in sizes if size > _SMALL)
+    numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(large)}
 
-    No size of the call may depend on data.
-    """
+    def small(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return make(_small_like(leaf, numbers))
+        return size_seen(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self._arguments = args, kwargs
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        sizes = {size for tensor in tensors for size in _as_seen(tensor.shape)}
-        large = sorted(size for size in sizes if size > _SMALL)
-        self._numbers = {size: _SMALL + 1 + rank for rank, size in enumerate(large)}
-
-    def made(self, make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The positional and the keyword arguments. `make` makes each tensor from one on "meta" that has its shape,
-        strides and dtype."""
-
-        def small(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                return make(_small_like(leaf, self._numbers))
-            return size_seen(leaf) if isinstance(leaf, torch.SymInt) else leaf
-
-        positional, named = tree_map(small, self._arguments)
-        return [_small_sizes(argument, self._numbers) for argument in positional], named
+    positional, named = tree_map(small, (args, kwargs))
+    return [_small_sizes(argument, numbers) for argument in positional], named
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -63,10 +49,9 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
-def _as_seen(sizes: Iterable[int | torch.SymInt]) -> list[int]:
+def _as_seen(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
     """Sizes or strides, where a symbol counts as the value that it had when it was made. None may depend on data."""
-    seen: list[Any] = list(map(size_seen, sizes))
-    return seen
+    return list(map(size_seen, sizes))
 
 
 def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
@@ -85,8 +70,7 @@ def _small_like(tensor: torch.Tensor, numbers: dict[int, int]) -> torch.Tensor:
 def _small_sizes(argument: Any, numbers: dict[int, int]) -> Any:
     """An argument with sizes replaced as `numbers` says, if it is a list or tuple; any other one as it is."""
     if isinstance(argument, (list, tuple)):
-        seen = (size_seen(entry) if isinstance(entry, torch.SymInt) else entry for entry in argument)
-        return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in seen)
+        return type(argument)(numbers.get(entry, entry) if type(entry) is int else entry for entry in argument)
     return argument
 
 
@@ -96,11 +80,9 @@ layout depends on the sizes."""
 
 
 def correct_strides(mode: FakeTensorMode) -> None:
-    """From now on, let operators on fake tensors of this mode give results the strides and dtypes that kernels give.
-
-    An operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small
-    tensors of the same layouts, both real and fake. If the results differ, the real one's dtype and order of dimensions
-    are used."""
+    """From now on, let operators on fake tensors of this mode give results the strides and dtypes that kernels give. An
+    operator with an input that is not contiguous, or with operands in two floating dtypes, is run once on small tensors
+    of the same layouts, real and fake; where these differ, the real one's dtype and order are used."""
     if "dispatch" not in vars(mode):
         mode.dispatch = _Corrected(mode)  # type: ignore[method-assign]
 
@@ -142,7 +124,6 @@ class _Corrected:
     def _tried(self, func: Any, types: Any, args: Any, kwargs: Any) -> list[_Layout | None]:
         """The layout of each result of a call on small real tensors, None where a fake result has the same. Empty if
         all have, or the call fails."""
-        operands = _SmallOperands(args, kwargs)
 
         def real(meta: torch.Tensor) -> torch.Tensor:
             made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
@@ -155,9 +136,9 @@ class _Corrected:
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         try:
             with plain_tensors(), without_torch_functions(), torch.no_grad():
-                positional, named = operands.made(real)
+                positional, named = _made_small(args, kwargs, real)
                 true = tree_leaves(func(*positional, **named))
-                positional, named = operands.made(fake)
+                positional, named = _made_small(args, kwargs, fake)
                 guessed = tree_leaves(self.fake(func, types, tuple(positional), named))
         except Exception:  # an operator may refuse made-up values and sizes with any error
             return []
@@ -203,8 +184,7 @@ def _is_doubtful(inputs: list[torch.Tensor], result: Any) -> bool:
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, with symbols at the values that they had when made: to ask torch would add a
-    guard."""
+    """Whether a tensor is contiguous, with symbols at the values that they had when made, without adding a guard."""
     step = 1
     for size, stride in zip(reversed(_as_seen(tensor.shape)), reversed(_as_seen(tensor.stride())), strict=True):
         if size != 1 and stride != step:
@@ -234,11 +214,9 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def raising_for_refused_dtypes() -> RunningBy:
-    """A context for calls on fakes that raises a kernel's own error where an operator takes no 16-bit operands.
-
-    Each kind of call with such operands is run once on small real tensors, and if that fails, once more in fp32. An
-    operator that fails in fp32 too may have refused the made-up values, so no error is raised; nor for random
-    operators, which would advance the generator."""
+    """A context for calls on fakes that raises a kernel's own error where an operator takes no 16-bit operands. Each
+    kind of call with such operands is run once on small real tensors, and if that fails, once more in fp32, to know
+    whether it only refuses the made-up values; random operators, which would advance the generator, are not."""
     tried: set[Hashable] = set()
 
     def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -258,14 +236,13 @@ def raising_for_refused_dtypes() -> RunningBy:
 
 def _try(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
     """Run a call on small tensors. Raises the error of that run, unless the call fails in fp32 as well."""
-    operands = _SmallOperands(args, kwargs)
 
     def run(low: bool) -> None:
         def made(meta: torch.Tensor) -> torch.Tensor:
             dtype = torch.float32 if meta.dtype in _LOW and not low else meta.dtype
             return torch.empty_strided(meta.shape, meta.stride(), dtype=dtype, device=device).fill_(1)
 
-        positional, named = operands.made(made)
+        positional, named = _made_small(args, kwargs, made)
         func(*positional, **named)
 
     with plain_tensors(), without_torch_functions(), torch.no_grad():

@@ -23,16 +23,14 @@ from passes.ops.fp8_kernels import Operand, kernel_for
 from passes.ops.fp8_ops import SCALINGS
 
 # Share of the rate of copies alone that is assumed while compute uses the device's memory too.
-_LINK_SHARE = 0.9
+_LINK_SHARE, _LINK_BYTES = 0.9, 2**27
 
 
 def measure_hardware(
     device: torch.device, dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
 ) -> Hardware:
-    """Time a large matmul for each dtype, copies and a one-element op, in about a second; returns the rates found.
-
-    On a GPU, copies to the host and back, both at once, are timed too.
-    """
+    """Time a large matmul for each dtype, copies (on a GPU also to the host and back, both at once) and a one-element
+    op, in about a second; returns the rates found."""
     kind = device_of(device)
     size = 512 if kind.is_host else 4096
     large = torch.ones(2**24 if kind.is_host else 2**27, device=device)
@@ -46,7 +44,7 @@ def measure_hardware(
     flops |= _scaled_rates(size, device)
     bytes_per_second = _copy_rate(target, large, device)
     cached_bytes, cached_rate = _cache(target, large, bytes_per_second, device)
-    reported = kind.reported(device)
+    reported, there_and_back = kind.reported(device), kind.there_and_back(device, _LINK_BYTES)
     return replace(
         reported,
         flops=flops,
@@ -55,7 +53,7 @@ def measure_hardware(
         source=f"measured on {reported.name} with torch {torch.__version__}",
         flops_efficiency=1.0,
         bandwidth_efficiency=1.0,
-        link_bytes_per_second=_link_rate(device),
+        link_bytes_per_second=0.0 if there_and_back is None else _LINK_BYTES / _seconds(there_and_back, device),
         link_efficiency=_LINK_SHARE,
         cached_bytes=cached_bytes,
         cached_bytes_per_second=cached_rate,
@@ -84,10 +82,7 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor, device: torch.device)
 
 def _cache(target: torch.Tensor, source: torch.Tensor, rate: float, device: torch.device) -> tuple[int, float]:
     """The bytes, read and written together, up to which copies are at least 1.5 times as fast as large ones (`rate`),
-    and the bytes per second of such small copies.
-
-    A quarter of the size is left for other contents of the cache. (0, 0.0) where no size is that fast.
-    """
+    less a quarter for other contents of the cache, and the rate of such copies; (0, 0.0) for no size."""
     for power in range(26, 15, -1):
         numbers = 2**power // 2 // source.element_size()
         here = _copy_rate(target[:numbers], source[:numbers], device) if numbers <= source.numel() else 0.0
@@ -112,13 +107,6 @@ def _between_kernels(small: torch.Tensor, kernels: int = 50) -> float:
     return max(1e-9, together - _seconds(lambda: torch.ops.aten.add.Tensor(start, 1.0), small.device, repeats=100))
 
 
-def _link_rate(device: torch.device, nbytes: int = 2**27) -> float:
-    """Bytes per second, in each direction, between a GPU and pinned host memory while both directions are busy; 0
-    without a link."""
-    there_and_back = device_of(device).there_and_back(device, nbytes)
-    return 0.0 if there_and_back is None else nbytes / _seconds(there_and_back, device)
-
-
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
     """Seconds of one run, the best of five rounds after one to warm up."""
     best = float("inf")
@@ -133,8 +121,7 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) 
 
 
 FORMAT = 6
-"""Files of another format are ignored, and their measurements repeated. To be raised by one when what is measured, or
-how, changes."""
+"""Files of another format are ignored. To be raised by one when what is measured, or how, changes."""
 MOST_CALLS = 2**14
 """The most operator calls whose seconds a device's file keeps; the latest ones stay."""
 
@@ -156,12 +143,9 @@ def calibrated_hardware(device: torch.device) -> Hardware:
 
 
 def calibrated_seconds(expected: Mapping[OpCall, float], device: torch.device) -> dict[OpCall, float]:
-    """Seconds of one run of each call among those that take most of a step, as timed on this machine, now or before.
-    Calls that cannot be timed (see `time_calls`) are left out.
-
-    Args:
-        expected: for each call, the seconds that all of its runs in a step together are expected to take.
-    """
+    """Seconds of one run of each call among those that take most of a step, as timed on this machine, now or before,
+    but for calls that cannot be timed (see `time_calls`). `expected` has the seconds that all runs of a call in a step
+    together are expected to take."""
     known = _read(device) or _Measured(calibrated_hardware(device))
     seconds = dict(known.seconds)
     wanted = dominant_calls(expected)

@@ -4,8 +4,7 @@ their makers' figures), and the time of their collectives."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 from memopt.device.hardware import PCIE
 
@@ -80,25 +79,18 @@ class _Interconnect:
     name: str
     within: _LinkRate
     between: _LinkRate | None
-    cards_per_node: int = field(default=CARDS_PER_NODE)
 
 
-def interconnect_named(name: str) -> _Interconnect:
-    """The interconnect of a name such as "nvlink4+ib-ndr", or "nvlink4" for a single node.
-
-    Raises `TypeError` for a `name` that is no string, and `ValueError` for an unknown one.
-    """
+def _interconnect_named(name: str) -> _Interconnect:
+    """The interconnect of a name such as "nvlink4+ib-ndr", or "nvlink4" for a single node. Raises `TypeError` for a
+    `name` that is no string, and `ValueError` for an unknown one."""
     if not isinstance(name, str):
         raise TypeError(f"interconnect must be a name such as 'nvlink4+ib-ndr', not {name!r}")
     within, plus, between = name.partition("+")
-    if within not in WITHIN_NODES:
-        raise ValueError(
-            f"unknown interconnect {within!r} within a node in {name!r}; known are {', '.join(WITHIN_NODES)}"
-        )
-    if plus and between not in BETWEEN_NODES:
-        raise ValueError(
-            f"unknown interconnect {between!r} between nodes in {name!r}; known are {', '.join(BETWEEN_NODES)}"
-        )
+    kinds = [(within, "within a node", WITHIN_NODES)] + ([(between, "between nodes", BETWEEN_NODES)] if plus else [])
+    for part, where, known in kinds:
+        if part not in known:
+            raise ValueError(f"unknown interconnect {part!r} {where} in {name!r}; known are {', '.join(known)}")
     return _Interconnect(name, WITHIN_NODES[within], BETWEEN_NODES[between] if plus else None)
 
 
@@ -111,8 +103,7 @@ class _Mesh:
     dp_shard: int = 1
     """The number of cards over which `fully_shard` spreads parameters, gradients and the optimizer's state."""
     tp: int = 1
-    """The number of neighbouring cards that split heads, widths and sequences among them (tensor and sequence
-    parallelism)."""
+    """The number of neighbouring cards that split heads, widths and sequences (tensor and sequence parallelism)."""
 
     @property
     def cards(self) -> int:
@@ -133,12 +124,10 @@ class Ring:
     interconnect: _Interconnect
 
     def gather_seconds(self, nbytes: int) -> float:
-        """Seconds of an all-gather after which each card has `nbytes`, of which it held its share before. A
-        reduce-scatter of `nbytes` on each card takes as long.
-
-        What other nodes send to a node passes through the network adapters of its cards, what a card receives passes
-        through its links within the node; the slower of these two counts. The ring takes one step for each other card.
-        """
+        """Seconds of an all-gather after which each card has `nbytes`, of which it held its share before, or of a
+        reduce-scatter of `nbytes` on each card. What other nodes send passes through the network adapters of a node's
+        cards, what a card receives through its links; the slower of these counts. The ring takes one step for each
+        other card."""
         if self.cards == 1:
             return 0.0
         nodes = -(-self.cards // self.in_node)
@@ -181,35 +170,31 @@ class Cluster:
         return self._ring(self.mesh.dp_replicate, self.mesh.tp * self.mesh.dp_shard)
 
     def _ring(self, cards: int, stride: int) -> Ring:
-        in_node = max(1, min(cards, self.interconnect.cards_per_node // stride))
-        return Ring(cards, in_node, self.interconnect)
+        return Ring(cards, max(1, min(cards, CARDS_PER_NODE // stride)), self.interconnect)
 
 
 def check_cluster(mesh: Mapping[str, int] | None, interconnect: str | None) -> Cluster | None:
     """The arguments `mesh` and `interconnect` as a `Cluster`; None where neither is given.
 
-    Raises `TypeError` for values of other types. Raises `ValueError` where only one of the two is given, for unknown
-    names, and for sizes that are below 1, make a mesh of one card, need a network that is not named, or do not fit the
-    nodes.
-    """
+    Raises `TypeError` for values of other types, `ValueError` where only one is given, for unknown names, and for sizes
+    that are below 1, make a mesh of one card, need a network that is not named, or do not fit the nodes."""
     if mesh is None and interconnect is None:
         return None
     if mesh is None or interconnect is None:
         there, missing = ("mesh", "interconnect") if interconnect is None else ("interconnect", "mesh")
         example = "'nvlink4+ib-ndr'" if missing == "interconnect" else "{'dp_shard': 64}"
         raise ValueError(f"{there} needs {missing} too: give {missing}, such as {missing}={example}")
-    sizes, joined = _checked_mesh(mesh), interconnect_named(interconnect)
-    per_node = joined.cards_per_node
-    if sizes.cards > per_node and joined.between is None:
+    sizes, joined = _checked_mesh(mesh), _interconnect_named(interconnect)
+    if sizes.cards > CARDS_PER_NODE and joined.between is None:
         raise ValueError(
-            f"mesh has {sizes.cards} cards, more than the {per_node} of a node: name the network between nodes in "
-            f"interconnect, such as '{interconnect}+ib-ndr'"
+            f"mesh has {sizes.cards} cards, more than the {CARDS_PER_NODE} of a node: name the network between nodes "
+            f"in interconnect, such as '{interconnect}+ib-ndr'"
         )
     for name, inner in (("tp", sizes.tp), ("dp_shard", sizes.tp * sizes.dp_shard)):
-        if inner % per_node and per_node % inner:
+        if inner % CARDS_PER_NODE and CARDS_PER_NODE % inner:
             raise ValueError(
-                f"the sizes in mesh up to {name!r} make groups of {inner} cards, which neither divide the {per_node} "
-                "cards of a node nor fill whole nodes; give sizes that do"
+                f"the sizes in mesh up to {name!r} make groups of {inner} cards, which neither divide the "
+                f"{CARDS_PER_NODE} cards of a node nor fill whole nodes; give sizes that do"
             )
     return Cluster(sizes, joined)
 
@@ -223,15 +208,11 @@ def _checked_mesh(mesh: Mapping[str, int]) -> _Mesh:
     for name, size in mesh.items():
         if name not in known:
             raise ValueError(f"unknown dimension {name!r} in mesh; known are {', '.join(known)}")
-        _check_size(name, size)
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name!r} in mesh must be a whole number of cards, not {size!r}")
+        if size < 1:
+            raise ValueError(f"{name!r} in mesh must be at least 1, not {size}")
     sizes = _Mesh(**mesh)
     if sizes.cards == 1:
         raise ValueError("mesh has one card; leave mesh and interconnect out to plan for a single card")
     return sizes
-
-
-def _check_size(name: str, size: Any) -> None:
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name!r} in mesh must be a whole number of cards, not {size!r}")
-    if size < 1:
-        raise ValueError(f"{name!r} in mesh must be at least 1, not {size}")

@@ -15,10 +15,9 @@ _LEAST, _MOST = 64 * 1024**2, 4 * 1024**3
 
 def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> int | None:
     """The bytes that a process holds on a GPU outside of torch's allocator once it has called the libraries that
-    training uses. They are measured as the fall of the GPU's free memory when such a process is started.
-
-    CUDA loads modules when their kernels are first called, so a large model may hold somewhat more. None where that
-    process fails or takes longer than `limit_seconds`, or where the figure is not credible."""
+    training uses: the fall of the GPU's free memory when such a process is started. CUDA loads modules when their
+    kernels are first called, so a large model may hold somewhat more. None where that process fails or takes longer
+    than `limit_seconds`, or where the figure is not credible."""
     before = torch.cuda.mem_get_info(device)[0]
     command = [sys.executable, str(Path(__file__)), str(device)]
     try:
@@ -37,8 +36,7 @@ def measure_context_bytes(device: torch.device, limit_seconds: float = 60.0) -> 
 
 def context_bytes(free_before: int, free_during: int, reserved: str) -> int | None:
     """The bytes by which a GPU's free memory has fallen since a process started, without those that torch's allocator
-    has reserved in that process: `reserved`, as the process printed it. None where `reserved` is no number or the
-    result is not credible."""
+    has `reserved` there, as the process printed it. None where that is no number or the result is not credible."""
     if not reserved.strip().isdecimal():
         return None
     found = free_before - free_during - int(reserved)
@@ -46,8 +44,7 @@ def context_bytes(free_before: int, free_during: int, reserved: str) -> int | No
 
 
 def call_libraries(device: torch.device, dtype: torch.dtype) -> None:
-    """Run a forward and backward through matmul, convolution, attention, norms and an embedding, and an optimizer's
-    step."""
+    """Run a forward and backward through the libraries that training uses, and an optimizer's step."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList(
         [

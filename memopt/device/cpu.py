@@ -1,12 +1,11 @@
-"""The CPU as a device: its memory is the host's. The bytes that a kernel allocates are measured or found by rules.
-
-The rules return upper bounds in bytes, which tests compare with measurements.
-"""
+"""The CPU as a device: its memory is the host's. The bytes that a kernel allocates are measured, or found by rules,
+which return upper bounds that tests compare with measurements."""
 
 from __future__ import annotations
 
 import math
 import platform
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -56,8 +55,7 @@ def promoted(call: OpCall) -> int:
 
 
 def converted(call: OpCall) -> int:
-    """Workspace bytes of a reduction or scan that accumulates in another dtype than its input's: integers in int64, 16
-    bits in fp32."""
+    """Workspace bytes of a reduction or scan that accumulates integers in int64, 16 bits in fp32."""
     spec = first(call)
     accumulator = 4 if spec.dtype.is_floating_point else 8
     outputs = sum(out.numel for out in call.outputs)
@@ -84,18 +82,14 @@ def _cpu_safe_softmax(call: OpCall) -> int:
     return spec.numel + 4 * rows + SCALARS + _cpu_softmax(call)
 
 
-def _threads() -> int:
-    return torch.get_num_threads()
-
-
 def _cpu_layer_norm_backward(call: OpCall) -> int:
     row = math.prod(call.argument(2)) if isinstance(call.argument(2), tuple) else first(call).size[-1]
-    return 2 * _threads() * row * 4 + copies(call)
+    return 2 * torch.get_num_threads() * row * 4 + copies(call)
 
 
 def _cpu_group_norm(call: OpCall) -> int:
     samples, channels = first(call).size[:2]
-    return 4 * samples * channels * 4 + _threads() * channels * 8 + copies(call)
+    return 4 * samples * channels * 4 + torch.get_num_threads() * channels * 8 + copies(call)
 
 
 def _cpu_flash(call: OpCall) -> int:
@@ -106,13 +100,13 @@ def _cpu_flash(call: OpCall) -> int:
     rows, columns = min(256, query.size[-2]), min(512, keys)
     elements = rows * columns + 2 * rows + rows * query.size[-1]
     packed = 0 if query.dtype.itemsize >= 4 else 2 * sum(s.dense_bytes for s in call.inputs[1:3]) + 64 * KB
-    return _threads() * elements * (4 if packed == 0 else 6) + packed
+    return torch.get_num_threads() * elements * (4 if packed == 0 else 6) + packed
 
 
 def _cpu_flash_backward(call: OpCall) -> int:
     query, key = call.inputs[1:3]
     rows, columns = min(256, query.size[-2]), min(512, key.size[-2])
-    return 2 * _threads() * (2 * rows * columns + 2 * rows) * 4 + 8 * KB + copies(call) // 4
+    return 2 * torch.get_num_threads() * (2 * rows * columns + 2 * rows) * 4 + 8 * KB + copies(call) // 4
 
 
 def _cpu_convolution(call: OpCall) -> int:
@@ -139,8 +133,7 @@ def _cpu_matmul(call: OpCall) -> int:
 
 
 def _cpu_chunked_loss(call: OpCall) -> int:
-    """Bytes of the chunked cross entropy; it has numbers for each class only where there is a bias, or class
-    weights."""
+    """Bytes of the chunked cross entropy; it has numbers for each class only with a bias, or class weights."""
     by_class = call.argument(2) is not None or call.argument(4) is not None
     return chunked_loss(call) + _cpu_matmul(call) + (class_vectors(call) if by_class else 0)
 
@@ -154,8 +147,7 @@ def _cpu_fp8(call: OpCall) -> int:
 
 
 def _cpu_fp8_matmul(call: OpCall) -> int:
-    """Bytes of an 8-bit matmul: the operands are converted to fp32 one after the other, part by part, before they are
-    multiplied."""
+    """Bytes of an 8-bit matmul: the operands are converted to fp32 one after the other, part by part."""
     a, a_scale, b = call.inputs[:3]
 
     def making(spec: TensorSpec) -> int:
@@ -166,32 +158,29 @@ def _cpu_fp8_matmul(call: OpCall) -> int:
     return max(making(a), 4 * a.numel + making(b), wide) + fp8_scales(call) + 64 * KB
 
 
+def _cpu_sort(call: OpCall) -> int:
+    return 16 * max(first(call).size, default=1) * torch.get_num_threads() + copies(call)
+
+
 def _cpu_batch_norm(call: OpCall) -> int:
     return 2 * first(call).size[1] * 8 + 2 * copies(call)
 
 
 def _cpu_scatter(call: OpCall) -> int:
-    """Bytes of a scatter, a gather or a reduction by an index: in 16 bits the values are converted to fp32; an expanded
-    index is copied."""
+    """Bytes of a scatter, gather or reduction by an index: fp32 values in 16 bits, a copy of an expanded index."""
     narrow = first(call).dtype.itemsize < 4
     return (4 * max(spec.numel for spec in call.inputs) + 64 * KB if narrow else 0) + by_counts(call)
-
-
-def _cpu_resize(call: OpCall) -> int:
-    return all_bytes(call) + 64 * KB
 
 
 CPU_RULES: dict[str, Rule] = {
     **for_each("fp8_quantize fp8_quantize_by fp8_dequantize", _cpu_fp8),
     "fp8_matmul": _cpu_fp8_matmul,
-    "native_dropout": one_input,
-    "native_dropout_backward": one_input,
+    **for_each("native_dropout native_dropout_backward", one_input),
     **for_each("_softmax _log_softmax", _cpu_softmax),
     "_safe_softmax": _cpu_safe_softmax,
-    **for_each("native_layer_norm rms_norm _fused_rms_norm embedding gelu", copies),
+    **for_each("native_layer_norm rms_norm _fused_rms_norm embedding embedding_dense_backward gelu", copies),
     "gelu_backward": lambda call: 2 * copies(call),
-    "_softmax_backward_data": copies,
-    **for_each(MAKE_CONTIGUOUS, copies),
+    **for_each("_softmax_backward_data " + MAKE_CONTIGUOUS, copies),
     **for_each("clone copy _to_copy", lambda call: 8 * _TRANSPOSED if copies(call) else 0),
     **for_each("native_layer_norm_backward _fused_rms_norm_backward", _cpu_layer_norm_backward),
     **for_each("native_group_norm native_group_norm_backward", _cpu_group_norm),
@@ -206,23 +195,19 @@ CPU_RULES: dict[str, Rule] = {
     "native_batch_norm_backward": lambda call: first(call).dense_bytes + _cpu_batch_norm(call),
     **for_each("gather scatter scatter_add scatter_reduce index_add index_reduce", _cpu_scatter),
     "index_put": index,
-    "embedding_dense_backward": copies,
     **for_each(
         "upsample_linear1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa",
-        _cpu_resize,
+        lambda call: all_bytes(call) + 64 * KB,
     ),
     **for_each("sum mean var var_mean std cumsum cumprod linalg_vector_norm prod", converted),
-    **for_each("sort topk", lambda call: 16 * max(first(call).size, default=1) * _threads() + copies(call)),
+    **for_each("sort topk", _cpu_sort),
     "_embedding_bag_backward": lambda call: 32 * call.inputs[1].numel + input_bytes(call),
     "histc": lambda call: 64 * KB,
     # By gloo, beside its results: a gather has a second buffer for them, a reduce-scatter a copy of its input.
     **for_each("all_reduce all_to_all_single wait_tensor", nothing),
     "all_gather_into_tensor": output_bytes,
     **for_each("reduce_scatter_tensor shard_dim_alltoall", input_bytes),
-    **for_each(
-        "linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient",
-        _cpu_chunked_loss,
-    ),
+    **for_each("linear_cross_entropy_with_gradients linear_cross_entropy_weight_gradient", _cpu_chunked_loss),
 }
 
 
@@ -248,16 +233,13 @@ class _Cpu(Device):
         return {guess.name: guess}
 
     def workspace(self, call: OpCall, chip: Chip = LARGE) -> int:
-        """Temporary bytes that the kernel of a call holds at most, by rule. Pointwise operators and reductions copy the
-        arguments whose dtype must change."""
+        """As for any `Device`; pointwise operators and reductions copy the arguments whose dtype must change."""
         return by_rules(call, CPU_RULES, pointwise=lambda call: promoted(call) + SCALARS, reduction=converted)
 
     def computes_in(self, card: Hardware, dtype: torch.dtype) -> bool:
-        """Whether the CPU has instructions for bfloat16 (AVX512-BF16 or AMX); False for fp16, which none of them
-        computes in."""
-        capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        """Whether the CPU has instructions for bfloat16 (AVX512-BF16 or AMX); False for fp16."""
         names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16") if dtype == torch.bfloat16 else ()
-        return any(bool(capabilities.get(name)) for name in names)
+        return any(bool(torch.cpu.get_capabilities().get(name)) for name in names)
 
     def available(self) -> bool:
         return True
@@ -266,19 +248,16 @@ class _Cpu(Device):
         return True
 
     def hardware(self, device: torch.device) -> Hardware:
-        """The entry of `cards`, which is a guess."""
         return self.cards()[self.type]
 
     def reported(self, device: torch.device) -> Hardware:
-        """The entry of `cards`, whose guessed rates are to be replaced by measured ones."""
         return replace(self.hardware(device), major=0, host_bytes=physical_bytes() // 2)
 
     def identity(self, device: torch.device) -> dict[str, Any]:
         """The name of the processor, and torch's number of threads, by which measurements differ."""
         info = Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        processor = next(names, platform.processor() or platform.machine())
+        found = re.search(r"^model name\s*:(.*)$", info.read_text() if info.exists() else "", re.MULTILINE)
+        processor = found[1].strip() if found else platform.processor() or platform.machine()
         return {"card": processor, "threads": torch.get_num_threads()}
 
     def free_bytes(self, device: torch.device) -> int | None:
@@ -288,10 +267,9 @@ class _Cpu(Device):
 
 
 def _available() -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    with suppress(OSError):
+        if found := re.search(r"^MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
     return None
 
 

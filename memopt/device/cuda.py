@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from memopt.compat.card_allocator import turn_on_expandable_segments
-from memopt.compat.card_attention import CardAttention
+from memopt.compat.card import CardAttention, turn_on_expandable_segments
 from memopt.compat.operators import (
     composite_kernel,
     cuda_autocast_names,
@@ -90,10 +89,6 @@ def _promoting(operator: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _takes_dtype(operator: Any) -> bool:
-    return any(argument.name == "dtype" for argument in schema_of(operator).arguments)
-
-
 def _eligible(value: Any) -> bool:
     """Whether autocast casts a value: a floating-point tensor that is not fp64."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
@@ -117,16 +112,12 @@ class _Cuda(Device):
         return CARDS
 
     def workspace(self, call: OpCall, chip: Chip = LARGE) -> int:
-        """Temporary bytes that the kernel of a call holds at most, by rule. Kernels that size their grid by the
-        multiprocessors take more or less on another `chip`."""
+        """As for any `Device`; kernels that size their grid by the multiprocessors depend on the `chip`."""
         if (by_chip := CUDA_BY_CHIP.get(rule_name(call))) is not None:
             return by_chip(call, chip)
         return by_rules(call, CUDA_RULES, reduction=lambda call: max(4 * MB, reduction_bytes(call, chip)))
 
     def library_run(self, call: OpCall, chip: Chip) -> OpDryRun | None:
-        """The allocations and frees of an operator, seen in a run of it on this machine's card. It is run if it is
-        one of cuDNN's, or one of torch's own that allocates more than its results; None for others, and where there is
-        no card with that `chip` or no room on it."""
         return library_run(call, chip)
 
     def result_calls(self, call: OpCall, workspace_bytes: int) -> tuple[BlockCall, ...]:
@@ -142,16 +133,14 @@ class _Cuda(Device):
         return (*results, *workspace)
 
     def library_workspaces(self, card: Hardware) -> tuple[int, ...]:
-        """Bytes of the blocks that cuBLAS and cuBLASLt allocate at their first calls and keep."""
         return library_workspaces(card.major)
 
     def kernels(self, card: Hardware) -> AbstractContextManager[Any]:
         return CardAttention(card.major)
 
     def autocast_kernel(self, operator: Any, low: torch.dtype) -> Callable[..., Any] | None:
-        """A function that computes an operator as CUDA's autocast with the dtype `low` does: it casts, then calls the
-        operator or the operators that it decomposes into. None where autocast leaves the operator as it is, and for
-        operators outside of ATen."""
+        """As for any `Device`: it casts, then calls the operator or the operators that it decomposes into. None for
+        operators outside of ATen, too."""
         name = operator.overloadpacket.__name__
         if operator.namespace != "aten":
             return None
@@ -159,7 +148,7 @@ class _Cuda(Device):
             return _casting(operator, lambda value: value.to(low))
         if name in FP32 & cuda_autocast_names():
             return _casting(operator, lambda value: value.to(torch.float32))
-        if name in FP32_SET_DTYPE and _takes_dtype(operator):
+        if name in FP32_SET_DTYPE and any(argument.name == "dtype" for argument in schema_of(operator).arguments):
             return _with_dtype(operator)
         if name in PROMOTE:
             return _promoting(operator)
@@ -182,21 +171,15 @@ class _Cuda(Device):
 
     def hardware(self, device: torch.device) -> Hardware | None:
         """The entry of `CARDS` whose name the card reports, with the card's own memory and chip, and half of this
-        machine's memory as room on the host; None for a card that is not listed."""
-        known = card_reported(self.name(device))
-        if known is None:
+        machine's memory as room on the host."""
+        if (known := card_reported(self.name(device))) is None:
             return None
-        chip, total = reported_chip(device), torch.cuda.get_device_properties(device).total_memory
-        return replace(
-            known,
-            memory_bytes=total,
-            host_bytes=physical_bytes() // 2,
-            chip=chip,
-        )
+        total = torch.cuda.get_device_properties(device).total_memory
+        return replace(known, memory_bytes=total, host_bytes=physical_bytes() // 2, chip=reported_chip(device))
 
     def reported(self, device: torch.device) -> Hardware:
         """An entry with the name, memory, chip and compute capability that the card reports. Its rates are 0."""
-        chip, major = reported_chip(device), torch.cuda.get_device_capability(device)[0]
+        major = torch.cuda.get_device_capability(device)[0]
         return Hardware(
             name=self.name(device),
             flops={},
@@ -206,13 +189,12 @@ class _Cuda(Device):
             source="",
             major=major,
             context_bytes=assumed_context(major),
-            chip=chip,
+            chip=reported_chip(device),
             host_bytes=physical_bytes() // 2,
             device_type=self.type,
         )
 
     def chip(self, device: torch.device) -> Chip:
-        """The number of multiprocessors and their threads, as the card reports them."""
         return reported_chip(device)
 
     def identity(self, device: torch.device) -> dict[str, Any]:
@@ -222,8 +204,7 @@ class _Cuda(Device):
         return {"card": self.name(device), "driver": version}
 
     def there_and_back(self, device: torch.device, nbytes: int) -> Callable[[], None]:
-        """A function that copies `nbytes` to pinned memory of the host and back, at once on two streams. It returns
-        before the copies are done."""
+        """A function that copies `nbytes` to pinned memory and back, at once on two streams, without waiting for it."""
         hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         values = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         stream: Any = torch.cuda.Stream
@@ -238,13 +219,9 @@ class _Cuda(Device):
         return copy
 
     def measure_context_bytes(self, device: torch.device) -> int | None:
-        """The bytes that a process holds on the card beside torch's allocator, measured in another process; None where
-        that fails."""
         return measure_context_bytes(device)
 
     def start_libraries(self, device: torch.device) -> None:
-        """Make cuBLAS and cuBLASLt allocate the workspaces that they keep, for this thread and for autograd's. Raises
-        `torch.OutOfMemoryError` where they have no room."""
         start_libraries(device)
 
     def generator_state(self, device: torch.device) -> torch.Tensor:
@@ -281,9 +258,7 @@ class _Cuda(Device):
         torch.cuda.reset_peak_memory_stats(device)
 
     def segments(self, device: torch.device) -> tuple[list[dict[str, Any]], int] | None:
-        """The card's segments, as `torch.cuda.memory_snapshot` describes them once free ones are returned to the card,
-        and the number of the current stream (`cuda_stream`). None where another allocator than torch's own is in use,
-        or a CUDA graph is being captured."""
+        """As for any `Device`; None for another allocator than torch's own, and while a CUDA graph is captured."""
         if torch.cuda.get_allocator_backend() != "native" or torch.cuda.is_current_stream_capturing():
             return None
         with torch.cuda.device(device):

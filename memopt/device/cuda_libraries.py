@@ -27,13 +27,10 @@ _PATIENCE_SECONDS = 1.0
 
 
 def start_libraries(device: torch.device) -> None:
-    """Make cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's.
-
-    Otherwise they do so at their first call, within a step, in a block that torch's allocator has cached. In the next
-    step that block is not free for the large value that was in it before.
-
-    Free segments are first returned to the card, since a workspace in a large segment would prevent its reuse. Only the
-    workspaces stay allocated. Raises `torch.OutOfMemoryError` where they have no room."""
+    """Make cuBLAS and cuBLASLt allocate the workspaces that they keep, on this thread and on autograd's: at their first
+    call within a step they would take a block of torch's allocator that held a large value before. Free segments are
+    first returned to the card, since a workspace in a large segment would prevent its reuse. Only the workspaces stay
+    allocated. Raises `torch.OutOfMemoryError` where they have no room."""
     torch.cuda.empty_cache()
     used: list[WeakStorage] = []
     with torch.enable_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
@@ -47,15 +44,9 @@ def start_libraries(device: torch.device) -> None:
             gradients = torch.autograd.grad(made, (rows, weight, bias), torch.ones_like(made))
             used += weak_storages((rows, weight, bias, made, *gradients))
             del rows, weight, bias, made, gradients
-    _wait_for(used)
-
-
-def _wait_for(storages: Sequence[WeakStorage]) -> None:
-    """Wait until some storages are freed, a second at most: autograd's thread holds them a moment longer than its
-    caller."""
     end = time.monotonic() + _PATIENCE_SECONDS
-    while any(storage.address for storage in storages) and time.monotonic() < end:
-        time.sleep(1e-4)
+    while any(storage.address for storage in used) and time.monotonic() < end:
+        time.sleep(1e-4)  # autograd's thread holds them a moment longer than its caller
 
 
 _OPS = frozenset({
@@ -98,8 +89,7 @@ def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
 
 @lru_cache(maxsize=2**12)
 def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> OpDryRun | None:
-    """What a run of the call on the device allocates, None where the run fails; `settings` are cuDNN's flags, by which
-    it chooses its algorithm."""
+    """What a run of the call allocates, None where it fails; `settings` are cuDNN's flags, by which it chooses."""
     events = in_own_thread(_events, call, device)
     torch.cuda.empty_cache()
     return None if events is None else from_events(events, [spec.bytes for spec in call.outputs])
@@ -150,11 +140,8 @@ def _recorded(call: OpCall, args: Any, kwargs: Any) -> list[int]:
 
 
 def from_events(events: Sequence[int], outputs: Sequence[int]) -> OpDryRun:
-    """The allocations and frees of an operator, from the bytes of each in order: positive for an allocation, negative
-    for a free. `outputs` has the bytes of each result.
-
-    `events` do not tell which block is freed: of several blocks of one size, the latest is assumed. The results are
-    among the blocks that are left."""
+    """The allocations and frees of an operator, from the bytes of each in order, negative for a free of the latest of
+    several blocks of one size. `outputs` has the bytes of the results, among the blocks that are left."""
     calls: list[BlockCall] = []
     alive: dict[int, int] = {}
     for number, nbytes in enumerate(events):

@@ -98,8 +98,7 @@ class Device:
         return str(device)
 
     def hardware(self, device: torch.device) -> Hardware | None:
-        """The entry of `cards` for a device of this machine, with the memory and the chip that it reports; None for a
-        device that is not listed."""
+        """The entry of `cards` for a device of this machine, with the memory and chip that it reports, or None."""
         return None
 
     def reported(self, device: torch.device) -> Hardware:
@@ -125,13 +124,11 @@ class Device:
         return None
 
     def measure_context_bytes(self, device: torch.device) -> int | None:
-        """The bytes that a process holds on the device outside of torch's allocator; None where they cannot be
-        measured."""
+        """The bytes that a process holds on the device outside of torch's allocator; None where they are not known."""
         return None
 
     def start_libraries(self, device: torch.device) -> None:
-        """Make libraries such as cuBLAS allocate the workspaces that they keep. Raises `torch.OutOfMemoryError` where
-        these have no room."""
+        """Make libraries such as cuBLAS allocate the workspaces that they keep, or raise `torch.OutOfMemoryError`."""
 
     def generator_state(self, device: torch.device) -> torch.Tensor | None:
         """The state of the device's random generator; None where it has none of its own."""
@@ -141,8 +138,7 @@ class Device:
         """Set the device's random generator to a state that `generator_state` returned."""
 
     def free_bytes(self, device: torch.device) -> int | None:
-        """Bytes that can be allocated now, including those cached by torch's allocator (`cached_bytes`); None where
-        that is not known."""
+        """Bytes that can be allocated now, with those cached by torch's allocator; None where that is not known."""
         return None
 
     def cached_bytes(self, device: torch.device) -> int:

@@ -32,8 +32,7 @@ def device_here() -> torch.device:
 
 
 def device_in_use() -> torch.device:
-    """The current device of the first kind in `DEVICES`, the host left out, that this process has used; else the
-    host."""
+    """The current device of the first kind in `DEVICES`, the host left out, that this process has used, or the host."""
     return next((kind.current() for kind in DEVICES.values() if kind.in_use() and not kind.is_host), HOST)
 
 

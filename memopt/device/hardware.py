@@ -33,8 +33,7 @@ LARGE = Chip(132, 2048)
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device's memory and the rates that times are estimated with. A measured device (`measure_hardware`) has
-    efficiencies of 1."""
+    """A device's memory and the rates that times are estimated with; a measured one has efficiencies of 1."""
 
     name: str
     flops: Mapping[str, float]
@@ -58,8 +57,7 @@ class Hardware:
     least_moved_bytes: int = 2**20
     """Smaller values are not offloaded: the CPU would take longer to start their copies than the link to make them."""
     cached_bytes: int = 0
-    """An operator that reads and writes at most these bytes finds its inputs in the device's cache, left there by the
-    operator before."""
+    """An operator that reads and writes at most these bytes finds its inputs in the device's cache."""
     cached_bytes_per_second: float = 0.0
     """The rate at which such operators read and write."""
     between_seconds: float = 0.0
@@ -96,10 +94,7 @@ class Hardware:
 def assumed_context(major: int) -> int:
     """Bytes assumed for a CUDA context that is not measured, by the major version of the compute capability. On an H100
     it had 619 MB at first, and 769 MB while ConvNeXt-B and ResNet-50 trained (torch 2.11 for CUDA 13, driver 580)."""
-    return _HOPPER_CONTEXT if major >= 9 else Hardware.context_bytes
-
-
-_HOPPER_CONTEXT = 770 * 1024**2
+    return 770 * 1024**2 if major >= 9 else Hardware.context_bytes
 
 
 def scaled_rate(tile: str) -> str:
@@ -114,30 +109,19 @@ def physical_bytes() -> int:
 
 
 GIB = 1024**3
-TERA = 1e12
 
 # Bytes per second of 16 lanes of PCIe, in each direction, by generation: 8, 16 and 32 GT/s with 128b/130b coding.
 PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}
 
 
 def _gpu(
-    name: str,
-    terabytes_per_second: float,
-    gib: int,
-    pcie: int,
-    major: int,
-    chip: Chip,
-    source: str,
-    **teraflops: float,
+    name: str, terabytes_per_second: float, gib: int, pcie: int, major: int, chip: Chip, source: str, **teraflops: float
 ) -> Hardware:
-    flops = {dtype: TERA * value for dtype, value in teraflops.items()}
-    # An eager op costs the host about 5 µs to dispatch and launch, whatever the GPU.
-    rate = TERA * terabytes_per_second
     return Hardware(
         name,
-        flops,
-        rate,
-        5e-6,
+        {dtype: 1e12 * value for dtype, value in teraflops.items()},
+        1e12 * terabytes_per_second,
+        5e-6,  # an eager op costs the host about 5 µs to dispatch and launch, whatever the GPU
         gib * GIB,
         source,
         link_bytes_per_second=PCIE[pcie],
@@ -149,96 +133,73 @@ def _gpu(
 
 _A100 = {"float64": 9.7, "float32": 19.5, "tfloat32": 156.0, "float16": 312.0, "bfloat16": 312.0}
 _HOPPER = {
-    "float64": 34.0,
-    "float32": 67.0,
-    "tfloat32": 494.5,
-    "float16": 989.5,
-    "bfloat16": 989.5,
-    scaled_rate(""): 1979.0,
-    scaled_rate("1x128"): 1979.0,
-}
+    "float64": 34.0, "float32": 67.0, "tfloat32": 494.5, "float16": 989.5, "bfloat16": 989.5,
+    scaled_rate(""): 1979.0, scaled_rate("1x128"): 1979.0,
+}  # fmt: skip
 _B200 = {
-    "float64": 40.0,
-    "float32": 80.0,
-    "tfloat32": 1100.0,
-    "float16": 2250.0,
-    "bfloat16": 2250.0,
-    scaled_rate(""): 4500.0,
-    scaled_rate("1x32"): 4500.0,
-}
-_GPUS = (
-    _gpu(
+    "float64": 40.0, "float32": 80.0, "tfloat32": 1100.0, "float16": 2250.0, "bfloat16": 2250.0,
+    scaled_rate(""): 4500.0, scaled_rate("1x32"): 4500.0,
+}  # fmt: skip
+_GPUS = {
+    r"(NVIDIA )?A100.*40GB.*": _gpu(
         "a100-40", 1.555, 40, 4, 8, Chip(108, 2048),
         "NVIDIA A100 datasheet, 40 GB SXM: 312 TFLOPS BF16, 1,555 GB/s", **_A100,
     ),
-    _gpu(
+    r"(NVIDIA )?A100.*80GB.*": _gpu(
         "a100-80", 2.039, 80, 4, 8, Chip(108, 2048),
         "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOPS BF16, 2,039 GB/s", **_A100,
     ),
-    _gpu(
+    "NVIDIA H100 80GB HBM3": _gpu(
         "h100", 3.35, 80, 5, 9, Chip(132, 2048),
         "H100 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 3.35 TB/s", **_HOPPER,
     ),
-    _gpu(
+    "NVIDIA H200": _gpu(
         "h200", 4.8, 141, 5, 9, Chip(132, 2048),
         "H200 SXM datasheet: 1,979 TFLOPS BF16 sparse, half dense, 4.8 TB/s", **_HOPPER,
     ),
-    _gpu(
+    "NVIDIA B200": _gpu(
         "b200", 8.0, 180, 5, 10, Chip(148, 2048),
         "NVIDIA Blackwell brief, HGX B200: 2,250 TFLOPS BF16 dense, 8 TB/s", **_B200,
     ),
-    _gpu(
+    "NVIDIA L4": _gpu(
         "l4", 0.3, 24, 4, 8, Chip(58, 1536), "NVIDIA L4 datasheet: 242 TFLOPS BF16 sparse, half dense, 300 GB/s",
         float32=30.3, tfloat32=60.0, float16=121.0, bfloat16=121.0, float8_e4m3fn=242.5,
     ),
-    _gpu(
+    r"(NVIDIA )?Tesla T4": _gpu(
         "t4", 0.32, 16, 3, 7, Chip(40, 1024),
         "NVIDIA T4 datasheet: 65 TFLOPS FP16, 320 GB/s, no BF16", float32=8.1, float16=65.0,
     ),
-    _gpu(
+    "NVIDIA GeForce RTX 3060": _gpu(
         "rtx-3060", 0.36, 12, 4, 8, Chip(28, 1536),
         "NVIDIA RTX 3060 specifications: 28 SMs at 1.777 GHz, 360 GB/s; 256 FP16 FMA a clock and SM with FP32 "
         "accumulation, GA102 whitepaper",
         float32=12.7, tfloat32=12.7, float16=25.5, bfloat16=25.5,
     ),
-    _gpu(
+    "NVIDIA GeForce RTX 3090": _gpu(
         "rtx-3090", 0.936, 24, 4, 8, Chip(82, 1536),
         "NVIDIA GA102 whitepaper, RTX 3090: 71 TFLOPS FP16 with FP32 accumulation, 936 GB/s",
         float32=35.6, tfloat32=35.6, float16=71.0, bfloat16=71.0,
     ),
-    _gpu(
+    "NVIDIA GeForce RTX 4090": _gpu(
         "rtx-4090", 1.008, 24, 4, 8, Chip(128, 1536),
         "NVIDIA Ada whitepaper, RTX 4090: 165.2 TFLOPS FP16 with FP32 accumulation, 1,008 GB/s",
         float32=82.6, tfloat32=82.6, float16=165.2, bfloat16=165.2, float8_e4m3fn=330.3,
     ),
-    _gpu(
+    "NVIDIA GeForce RTX 5090": _gpu(
         "rtx-5090", 1.792, 32, 5, 12, Chip(170, 1536),
         "NVIDIA RTX Blackwell whitepaper, RTX 5090: 209.5 TFLOPS FP16 with FP32 accumulation, 1,792 GB/s",
         float32=104.8, tfloat32=104.8, float16=209.5, bfloat16=209.5, float8_e4m3fn=419.0,
         **{scaled_rate("1x32"): 419.0},
     ),
-)  # fmt: skip
-CARDS = {entry.name: entry for entry in _GPUS}
-
-# Full names, as `torch.cuda.get_device_name` gives them: an "L40", a "3060 Ti", a "4090 Laptop GPU" are other chips.
-_CUDA_NAMES = {
-    r"(NVIDIA )?A100.*40GB.*": "a100-40",
-    r"(NVIDIA )?A100.*80GB.*": "a100-80",
-    r"NVIDIA H100 80GB HBM3": "h100",
-    r"NVIDIA H200": "h200",
-    r"NVIDIA B200": "b200",
-    r"NVIDIA L4": "l4",
-    r"(NVIDIA )?Tesla T4": "t4",
-    r"NVIDIA GeForce RTX 3060": "rtx-3060",
-    r"NVIDIA GeForce RTX 3090": "rtx-3090",
-    r"NVIDIA GeForce RTX 4090": "rtx-4090",
-    r"NVIDIA GeForce RTX 5090": "rtx-5090",
-}
+}  # fmt: skip
+"""The cards by their full names, as patterns for `torch.cuda.get_device_name`: an "L40", a "3060 Ti", a "4090 Laptop
+GPU" are other chips."""
+CARDS = {entry.name: entry for entry in _GPUS.values()}
 
 
 def card_reported(name: str) -> Hardware | None:
     """The entry of the card that `torch.cuda.get_device_name` calls `name`; None for a card that is not listed."""
-    return next((CARDS[card] for pattern, card in _CUDA_NAMES.items() if re.fullmatch(pattern, name)), None)
+    return next((card for pattern, card in _GPUS.items() if re.fullmatch(pattern, name)), None)
 
 
 def reported_chip(device: torch.device) -> Chip:

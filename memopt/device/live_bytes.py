@@ -1,9 +1,6 @@
 """Counts the bytes of the storages that operators make while a dispatch mode is active, until they are freed, and lists
-the allocator's calls: which blocks are allocated, and when each is freed.
-
-States of the CPU's random generator count too, which no operator makes. An operator written in Python is run dry: it
-runs on tensors without memory.
-"""
+the allocator's calls: which blocks are allocated, and when each is freed. An operator written in Python is run dry: on
+tensors without memory."""
 
 from __future__ import annotations
 
@@ -27,27 +24,9 @@ from passes.compat import replaced
 from passes.ops.linear_rows import IMPLEMENTATIONS
 
 
-@contextmanager
-def states_reported(report: Callable[[torch.Tensor], None], *, during_captures: bool = False) -> Iterator[None]:
-    """Context in which `report` is called with every state that `torch.get_rng_state` returns.
-
-    `torch.utils.checkpoint` and `torch.random.fork_rng` each hold such a state, which dispatch modes do not see.
-
-    Args:
-        report: called with the state.
-        during_captures: whether Dynamo may capture code in the context; it then leaves the calls of `report` out.
-    """
-    functions: Any = torch.random
-    reporting = _Reporting(functions.default_generator, report)
-    if during_captures:
-        disable: Any = torch.compiler.disable
-        reporting.get_state = disable(reporting.get_state)  # type: ignore[method-assign]
-    with replaced(functions, "default_generator", reporting):
-        yield
-
-
 class _Reporting:
-    """A generator, for the functions of `torch.random`, whose states are reported."""
+    """A generator, for the functions of `torch.random`, whose states are reported: `torch.utils.checkpoint` and
+    `torch.random.fork_rng` each hold one, which dispatch modes do not see."""
 
     def __init__(self, generator: Any, report: Callable[[torch.Tensor], None]) -> None:
         self._generator, self._report = generator, report
@@ -62,20 +41,17 @@ class _Reporting:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes alive of storages that operators made while the mode was active, and the most that were alive at once.
+    """The bytes alive of storages that operators made while the mode was active, and the most that were alive at once,
+    of devices of type `device_type` (None counts all), each rounded up to multiples of `block_bytes`, as an allocator
+    does.
 
     A storage counts once, however many views it has, from the operator that made it until the last tensor on it dies.
-    Other storages do not count, such as those that existed before, except two kinds that no operator makes: states of
-    the CPU's random generator, and what `torch.tensor` makes from numbers. Subclasses define how an operator is run
-    (`run`) and what its kernel holds besides its arguments and results (`workspace_bytes`).
+    Of storages that no operator makes, only states of the CPU's random generator count, and what `torch.tensor` makes
+    from numbers. Subclasses define how an operator is run (`run`) and what its kernel holds besides its arguments and
+    results (`workspace_bytes`).
 
     Python collects no garbage while the mode is active: a collection can take the Python object of a storage whose
-    memory lives on, so that the next tensor on it would count as new, and counts would differ from run to run.
-
-    Args:
-        block_bytes: storages are rounded up to multiples of this, as an allocator does.
-        device_type: only storages on devices of this type count; None counts all.
-    """
+    memory lives on, so that the next tensor on it would count as new."""
 
     def __init__(self, *, block_bytes: int = 1, device_type: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,9 +67,14 @@ class LiveBytes(TorchDispatchMode):
         """For each time that the mode was entered and not left yet, the contexts that end with it."""
 
     def __enter__(self) -> LiveBytes:
+        functions: Any = torch.random
+        reporting = _Reporting(functions.default_generator, self.count_state)
+        if self.ignore_compile_internals():  # Dynamo may capture code meanwhile, and leaves the reports out
+            disable: Any = torch.compiler.disable
+            reporting.get_state = disable(reporting.get_state)  # type: ignore[method-assign]
         entry = ExitStack()
         entry.enter_context(_no_collections())
-        entry.enter_context(states_reported(self.count_state, during_captures=self.ignore_compile_internals()))
+        entry.enter_context(replaced(functions, "default_generator", reporting))
         self._entered.append(entry)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -117,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator and return its result; a subclass may make up the result instead."""
+        """Run an operator and return its result; a subclass may make it up instead."""
         with kernels_as_in_eager_mode():
             return func(*args, **kwargs)
 
@@ -266,8 +247,7 @@ class BlockCalls(LiveBytes):  # type: ignore[no-untyped-call]
 
 
 NOTABLE = 1024**2
-"""Torch's caching allocator gives out blocks of fewer bytes from a pool of their own: as workspace they make no holes
-among larger ones."""
+"""Torch's caching allocator gives out blocks of fewer bytes from a pool of their own: they make no holes."""
 
 
 @dataclass(frozen=True)
@@ -299,8 +279,7 @@ def dry_run_op(
 
 
 class _Record(BlockCalls):  # type: ignore[no-untyped-call]
-    """Lists the allocator's calls of the operators that run on tensors without memory, the workspaces of kernels
-    included."""
+    """Lists the allocator's calls of operators that run on tensors without memory, and of their kernels' workspaces."""
 
     def __init__(self, kernel_bytes: Callable[[OpCall], int], block_bytes: int) -> None:
         super().__init__(block_bytes=block_bytes)

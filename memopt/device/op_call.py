@@ -1,6 +1,5 @@
 """An operator call without values: the operator, and shapes, strides and dtypes of its tensors. Equal calls cost the
-same, so a call is the key under which a kernel's price is kept. Floating-point operations are counted by the formulas
-of torch's flop counter."""
+same, so a call is the key of a kernel's price. Torch's flop counter has formulas for its arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -18,11 +17,12 @@ from memopt.compat.host import HOST
 from memopt.compat.operators import OpOverload, plain_tensors, schema_of
 from memopt.compat.symbols import is_symbolic, upper_bound
 
+_Kind = TypeVar("_Kind")
+
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The properties of a tensor that a kernel's memory may depend on. Data-dependent sizes are replaced by their upper
-    bounds."""
+    """The properties of a tensor that a kernel's memory may depend on, with upper bounds of data-dependent sizes."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,23 +46,12 @@ class TensorSpec:
 
     @property
     def contiguous(self) -> bool:
-        expected = 1
-        for n, s in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if n != 1 and s != expected:
-                return False
-            expected *= n
-        return True
+        return fills(zip(reversed(self.stride), reversed(self.size), strict=True))
 
     @property
     def dense(self) -> bool:
         """Whether the tensor's elements fill one contiguous range of memory, in any order of the dimensions."""
-        order = sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1)
-        expected = 1
-        for stride, size in order:
-            if stride != expected:
-                return False
-            expected *= size
-        return True
+        return fills(sorted(zip(self.stride, self.size, strict=True)))
 
     def make(self, device: str) -> torch.Tensor:
         """A tensor of this size, stride and dtype, with values that any op accepts: True in masks, so that they select
@@ -71,6 +60,17 @@ class TensorSpec:
         if self.dtype == torch.bool:
             return tensor.fill_(True)
         return tensor.fill_(0.5 if self.dtype.is_floating_point or self.dtype.is_complex else 0)
+
+
+def fills(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Whether in pairs of a stride and a size each stride is the product of the sizes before it, as in a tensor without
+    gaps; dimensions of size 1 have any stride."""
+    expected = 1
+    for stride, size in dimensions:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class OpCall:
 
     @cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        return tuple(_specs((self.args, self.kwargs)))
+        return tuple(_found_in((self.args, self.kwargs), TensorSpec))
 
     @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        return tuple(_specs(self.results))
+        return tuple(_found_in(self.results, TensorSpec))
 
     def argument(self, position: int, name: str = "") -> Any:
         """The argument at this position, or the keyword of this name; None where neither is given."""
@@ -113,8 +113,7 @@ class OpCall:
         return args, kwargs
 
     def run_on_meta(self) -> tuple[int, OpCall]:
-        """The bytes of the storages that a run on "meta" makes for its results, and the call with these results. Raises
-        what the operator raises."""
+        """The bytes of storages that a run on "meta" makes for its results, and the call with them; or its error."""
         args, kwargs = self.make_arguments("meta")
         with plain_tensors(), torch.no_grad():
             found = self.op(*args, **kwargs)
@@ -128,10 +127,8 @@ class OpCall:
 
 
 def op_call(node: fx.Node) -> OpCall | None:
-    """The call of a node; None where no kernel runs: Python operators, higher-order ops, arithmetic on sizes.
-
-    Raises `CaptureError` for a size that depends on data and has no bound.
-    """
+    """The call of a node; None where no kernel runs: Python operators, higher-order ops, arithmetic on sizes. Raises
+    `CaptureError` for a size that depends on data and has no bound."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     if next(tensors_in(node.meta.get("val")), None) is None:
@@ -150,11 +147,15 @@ def describe(op: OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any], res
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested tuples and lists."""
-    if isinstance(value, torch.Tensor):
+    return _found_in(value, torch.Tensor)
+
+
+def _found_in(value: Any, kind: type[_Kind]) -> Iterator[_Kind]:
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (tuple, list)):
         for element in value:
-            yield from tensors_in(element)
+            yield from _found_in(element, kind)
 
 
 def _freeze_argument(value: Any, kind: str) -> Any:
@@ -184,25 +185,13 @@ def _make(value: Any, device: str) -> Any:
     return [_make(element, device) for element in value] if isinstance(value, tuple) else value
 
 
-def _specs(frozen: Any) -> Iterator[TensorSpec]:
-    if isinstance(frozen, TensorSpec):
-        yield frozen
-    elif isinstance(frozen, tuple):
-        for element in frozen:
-            yield from _specs(element)
-
-
 _NOT_IN_FORMULAS = ("out", "out_dtype")
-"""Arguments that are not passed on to formulas: given by position, the dtype of a matmul's result would be taken for
-its shape."""
+"""Arguments that formulas do not get: given by position, they would take a result's dtype for its shape."""
 
 
 def flop_formula(op: Any) -> Callable[..., Any] | None:
-    """A function of the arguments of a call of `op`, and of its result as `out_val`, that gives the call's
-    floating-point operations, two for a multiply-add; None for an operator without a formula.
-
-    Tensors may be on "meta" or fake; symbolic sizes give a symbolic number.
-    """
+    """A function of the arguments of a call of `op`, and of its result as `out_val`, that gives its floating-point
+    operations, two for a multiply-add, symbolic for symbolic sizes; None for an operator without a formula."""
     formula = flop_registry.get(op.overloadpacket) if isinstance(op, OpOverload) else None
     if formula is None:
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -41,13 +41,11 @@ def dominant_calls(seconds: Mapping[OpCall, float], share: float = _SHARE) -> tu
 def time_calls(
     calls: Mapping[OpCall, float], device: torch.device, limit_seconds: float = LIMIT_SECONDS
 ) -> dict[OpCall, float]:
-    """Seconds of one run of each call on `device`. `calls` maps each call to the seconds that it is expected to take;
-    calls are timed in the order of this mapping.
-
-    A kernel that is shorter than its launch counts as long as the launch. Left out are calls that cannot run by
-    themselves (operators of other libraries, collectives, operators that refuse made-up values), that do not fit into
-    half of a GPU's free memory or 2 GB on the CPU, or that are expected to end after `limit_seconds` if they run twice.
-    Random states are restored."""
+    """Seconds of one run of each call on `device`, in the order of `calls`, which maps each call to the seconds that it
+    is expected to take. A kernel that is shorter than its launch counts as long as the launch. Left out are calls that
+    cannot run by themselves (operators of other libraries, collectives, operators that refuse made-up values), that do
+    not fit into half of a GPU's free memory or 2 GB on the CPU, or that are expected to end after `limit_seconds` if
+    they run twice. Random states are restored."""
     return in_own_thread(_time_all, calls, device, limit_seconds, torch.get_num_threads())
 
 
@@ -100,13 +98,10 @@ def _seconds(call: OpCall, device: torch.device) -> float:
 
 
 def _alone(run: Callable[[], object]) -> float:
-    """The seconds of a run on the CPU, from single runs with other memory touched in between.
-
-    Runs one right after the other would find their inputs in the nearest cache, as no operator of a step does. About
-    half of a step's results, those saved for the backward, are written to pages fresh from the system, since most of a
-    step's memory goes back to it at the end; the others are written where memory has just been freed. Half of the runs
-    are timed with each kind of memory, and the mean of both medians is returned.
-    """
+    """The seconds of a run on the CPU, from single runs with other memory touched in between: no operator of a step
+    finds its inputs in the nearest cache. About half of a step's results, those saved for the backward, are written to
+    pages fresh from the system, the others where memory has just been freed: half of the runs are timed with each kind
+    of memory, and the mean of both medians is returned."""
     other = torch.ones(_OTHER_BYTES // 4)
     # A single thread's own time does not count other work on the machine.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -128,17 +123,8 @@ def _alone(run: Callable[[], object]) -> float:
 
 def _give_back_free_memory() -> None:
     """Return freed memory to the system, by glibc's `malloc_trim`; other C libraries have nothing like it."""
-    trim = getattr(_c_library(), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _c_library() -> Any:
-    try:
-        return ctypes.CDLL(None)
-    except OSError:
-        return None
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _randomize(args: Any, kwargs: Mapping[str, Any]) -> None:

@@ -1,9 +1,6 @@
 """The storages of a joint graph with their bytes, and the values that a fusing compiler never holds in memory, since
-the kernels that read them compute them.
-
-The rules of fusing are those of inductor (`torch/_inductor/graph.py` `run_node`, `ir.py` `mark_reuse`); in doubt a
-value counts as held.
-"""
+the kernels that read them compute them. The rules of fusing are those of inductor (`torch/_inductor/graph.py`
+`run_node`, `ir.py` `mark_reuse`); in doubt a value counts as held."""
 
 from __future__ import annotations
 
@@ -39,12 +36,9 @@ class Storages(Aliases):
 def find_storages(
     graph: fx.Graph, fused: frozenset[fx.Node] = frozenset(), reuses: Iterable[FoundReuse] = ()
 ) -> Storages:
-    """Returns the storages of a functional ATen graph; see `find_aliases`.
-
-    Each is as large as the storage of the fake tensor that is made in it. The values of `fused` nodes are never held.
-    The results of the calls in `reuses` are written over one of their operands. A copy in the host's memory
-    (`memopt::copy_out`) has no storage.
-    """
+    """Returns the storages of a functional ATen graph (see `find_aliases`), each as large as the storage of the fake
+    tensor made in it. The values of `fused` nodes are never held, the results of the calls in `reuses` are written over
+    one of their operands, and a copy in the host's memory (`memopt::copy_out`) has no storage."""
     return Storages(**vars(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses})))
 
 
@@ -59,9 +53,8 @@ def is_view(node: fx.Node) -> bool:
 
 
 def made_bytes(maker: fx.Node, value: torch.Tensor) -> int:
-    """The bytes of the storage that the node `maker` makes for its result `value`. A tangent (the gradient of an
-    output, an input of the joint graph) counts with the size of `value` itself, even where the output is a view of a
-    larger tensor."""
+    """The bytes of the storage that the node `maker` makes for its result `value`. A tangent (an input of the joint
+    graph) counts with the size of `value` itself, even where the output is a view of a larger tensor."""
     if not is_tangent(maker):
         return storage_bytes(value)
     return largest_value(math.prod(value.shape) * value.element_size())

@@ -1,8 +1,6 @@
 """Seconds of an ATen node by the roofline model (Williams et al. 2009): the longest of arithmetic, memory traffic and
-launch.
-
-Only the fake tensors in `node.meta["val"]` are read; nothing runs. Data-dependent sizes count as their upper bounds.
-"""
+launch. Only the fake tensors in `node.meta["val"]` are read, with upper bounds of data-dependent sizes; nothing
+runs."""
 
 from __future__ import annotations
 
@@ -56,12 +54,6 @@ def _turned_bytes(node: fx.Node) -> int:
     a, b, (turn_a, turn_b) = node.args[0], node.args[2], node.args[5:7]
     copied = [operand for operand, copies in ((a, turn_a), (b, not turn_b)) if copies]
     return 2 * sum(_touched_bytes(operand.meta["val"]) for operand in copied if isinstance(operand, fx.Node))
-
-
-def _second_read(node: fx.Node) -> int:
-    """Bytes of the input of a quantisation (`fp8_quantize`), which its kernels read once more to divide by the scale
-    that the first read has found."""
-    return _touched_bytes(node.all_input_nodes[0].meta["val"])
 
 
 def op_seconds(flops: int, bytes_moved: int, dtype: str, hardware: Hardware) -> float:
@@ -150,10 +142,8 @@ def runs_kernel(node: fx.Node) -> bool:
 
 
 def node_flops(node: fx.Node) -> int:
-    """Floating-point operations of a node, two for a multiply-add.
-
-    Matmuls, convolutions and attention count, as in torch's flop counter; others are bound by memory and count as 0.
-    """
+    """Floating-point operations of a node, two for a multiply-add, of matmuls, convolutions and attention, as in
+    torch's flop counter; others are bound by memory and count as 0."""
     formula = _FORMULAS.get(_name(node)) or flop_formula(node.target)
     if formula is None:
         return 0
@@ -212,14 +202,6 @@ def _grouped_matmul(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _grouped_matmul_backward(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * _grouped_matmul(a, b)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * x.numel() * weight.shape[0]
-
-
 def _convolution_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any, out_val: Any, **_: Any
 ) -> int:
@@ -232,24 +214,19 @@ def _convolution_backward(
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    heads = query.shape[1]  # those of key and value may be fewer, which torch's formula takes from 2.13 on only
-    return sdpa_flop_count(  # type: ignore[no-untyped-call]
-        query.shape, _with_heads(key, heads), _with_heads(value, heads)
-    )
+    return sdpa_flop_count(*_shapes(query, key, value))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
+    return sdpa_backward_flop_count(grad.shape, *_shapes(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _shapes(query: torch.Tensor, *others: torch.Tensor) -> list[tuple[int, ...]]:
+    """The shapes, with as many heads as the query has: torch's formula takes fewer for key and value from 2.13 on."""
     heads = query.shape[1]
-    return sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
-        grad.shape, query.shape, _with_heads(key, heads), _with_heads(value, heads)
-    )
-
-
-def _with_heads(tensor: torch.Tensor, heads: int) -> tuple[int, ...]:
-    batch, _, *rest = tensor.shape
-    return (batch, heads, *rest)
+    return [(one.shape[0], heads, *one.shape[2:]) for one in (query, *others)]
 
 
 # All have the argument order of CUDA's flash attention.
@@ -258,15 +235,16 @@ _KERNELS_OF_ATTENTION = (
     "fused_attention_overrideable",
 )  # fmt: skip
 _FORMULAS: Mapping[str, Callable[..., int]] = {
-    "aten.linear": _linear,
+    "aten.linear": lambda x, weight, *_, **__: 2 * x.numel() * weight.shape[0],
     "aten.convolution_backward": _convolution_backward,
     "aten._grouped_mm": _grouped_matmul,
     "transformers.grouped_mm_fallback": _grouped_matmul,
-    "transformers.grouped_mm_fallback_backward": _grouped_matmul_backward,
+    "transformers.grouped_mm_fallback_backward": lambda a, b, *_, **__: 2 * _grouped_matmul(a, b),
     **{f"aten._scaled_dot_product_{kernel}": _attention for kernel in _KERNELS_OF_ATTENTION},
     **{f"aten._scaled_dot_product_{kernel}_backward": _attention_backward for kernel in _KERNELS_OF_ATTENTION},
 }
 _FURTHER_BYTES: Mapping[str, Callable[[fx.Node], int]] = {
     "memopt.fp8_matmul": _turned_bytes,
-    "memopt.fp8_quantize": _second_read,
+    # Its input is read once more, to divide by the scale that the first read has found.
+    "memopt.fp8_quantize": lambda node: _touched_bytes(node.all_input_nodes[0].meta["val"]),
 }

@@ -50,39 +50,25 @@ class _Measured:
     """Seconds of a run on this machine's CPU, the median of three more runs if the first is short; None if not run."""
 
 
-def workspace_bytes(node: fx.Node, device_type: str, chip: Chip = LARGE) -> int:
-    """Temporary bytes that the node's kernel holds beyond its inputs and outputs.
-
-    Args:
-        node: a node of an ATen graph with `meta["val"]` on itself and its arguments.
-        device_type: "cpu" (measured by running the op where that is cheap) or that of a card, "cuda" (estimated).
-        chip: the card's multiprocessors, on which some workspaces depend.
-    """
-    call = op_call(node)
-    return 0 if call is None else call_workspace_bytes(call, device_type, chip)
-
-
 def measure_workspaces(nodes: Iterable[fx.Node]) -> dict[fx.Node, _Measured]:
-    """The measured workspace bytes, result bytes and seconds of each node's call. Every distinct call among the nodes
-    runs once on the CPU, on made-up tensors of the same shapes.
-
-    The results are cached in this process, and the global random state does not change. A call that is too large to
-    run, or cannot run on made-up values, gets an estimated workspace; its result bytes and seconds are None. A node
-    that calls no operator gets no workspace, and None for both."""
+    """The measured workspace bytes, result bytes and seconds of each node's call. Every distinct call runs once on the
+    CPU, on made-up tensors of the same shapes; the results are cached in this process, and the global random state does
+    not change. A call that is too large to run, or cannot run on made-up values, gets an estimated workspace; its
+    result bytes and seconds are None. A node that calls no operator gets no workspace, and None for both."""
     calls = {node: op_call(node) for node in nodes}
     found = _measured(call for call in calls.values() if call is not None)
     return {node: _NOTHING if call is None else found[call] for node, call in calls.items()}
 
 
 def call_workspace_bytes(call: OpCall, device_type: str, chip: Chip = LARGE) -> int:
-    """Temporary bytes of a call's kernel: like `workspace_bytes`, for a call that is no node of a graph."""
+    """Temporary bytes that the kernel of a call holds beyond its inputs and outputs: on the host measured by running
+    the op where that is cheap, on a card ("cuda") estimated, for its `chip`."""
     device = device_of(device_type)
     return _measured([call])[call].workspace_bytes if device.is_host else device.workspace(call, chip)
 
 
 def known_workspace_bytes(call: OpCall, device_type: str) -> int | None:
-    """Temporary bytes of a call's kernel, found without running it. None where a run would be needed, and no earlier
-    measurement is cached."""
+    """Temporary bytes of a call's kernel, found without running it; None where a run would be needed."""
     device = device_of(device_type)
     if not device.is_host:
         return device.workspace(call, LARGE)
@@ -146,8 +132,7 @@ def _price(call: OpCall) -> _Measured:
 
 
 def _estimate(call: OpCall) -> int:
-    """The bytes of the workspace by rule; for an operator written in Python at most what the operators that it calls
-    hold."""
+    """The bytes of the workspace by rule; for an operator written in Python at most what its operators hold."""
     nbytes = device_of(HOST).workspace(call)
     dry_run = dry_run_op(call, _kernel_bytes)
     return nbytes if dry_run is None else min(nbytes, dry_run.workspace_bytes)

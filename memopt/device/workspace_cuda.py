@@ -34,14 +34,11 @@ from passes.ops.fp8_kernels import library
 
 def library_workspaces(major: int) -> tuple[int, ...]:
     """Bytes of the blocks that cuBLAS and cuBLASLt allocate at their first calls and keep, on a card whose compute
-    capability has the major version `major`.
-
-    There are two workspaces each, since the caller's thread and autograd's have handles of their own. Torch holds fewer
-    bytes where it is set to let cuBLASLt share the workspace of cuBLAS, or not to keep workspaces. The environment's
-    `CUBLAS_WORKSPACE_CONFIG` (`:KiB:count` pairs) and `CUBLASLT_WORKSPACE_SIZE` (KiB) are respected.
-
-    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize`.
-    """
+    capability has the major version `major`: two workspaces each, since the caller's thread and autograd's have handles
+    of their own. Torch holds fewer bytes where it is set to let cuBLASLt share the workspace of cuBLAS, or not to keep
+    any. The environment's `CUBLAS_WORKSPACE_CONFIG` (`:KiB:count` pairs) and `CUBLASLT_WORKSPACE_SIZE` (KiB) are
+    respected. Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`,
+    `parseCUDABlasLtWorkspaceSize`."""
     pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     default = 32 * MB if major in (9, 10, 12) else 2 * 4096 * KB + 8 * 16 * KB
     matmul = sum(int(size) * KB * int(count) for size, count in pairs) if pairs else default
@@ -115,10 +112,8 @@ def _cuda_masked_index_put(call: OpCall) -> int:
 
 def _cuda_norm_backward(call: OpCall, chip: Chip) -> int:
     """Bytes of a layer norm's or RMS norm's backward. Where there are many rows and few columns, it holds the gradients
-    of weight and bias of each part of the rows, which are then summed.
-
-    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`.
-    """
+    of weight and bias of each part of the rows, which are then summed. Source:
+    aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`."""
     spec, shape = first(call), call.argument(2)
     columns = math.prod(shape)
     rows, wide = spec.numel // max(1, columns), -(-columns // 32)
@@ -155,8 +150,7 @@ def _cudnn_batch_norm(call: OpCall) -> int:
 
 
 def _copies_of_images(call: OpCall) -> int:
-    """Bytes of contiguous copies of the images; 0 where all of them are dense and of the same strides, as kernels take
-    channels last as well."""
+    """Bytes of contiguous copies of the images; 0 where all are dense with equal strides, channels last as well."""
     images = [spec for spec in call.inputs if len(spec.size) > 1]
     alike = all(spec.dense and spec.stride == images[0].stride for spec in images)
     return 0 if alike else copies(call)
@@ -164,10 +158,8 @@ def _copies_of_images(call: OpCall) -> int:
 
 def _batch_norm_parts(call: OpCall, *, values: int) -> int:
     """Bytes of partial results of a batch norm: for each part into which the rows are cut, `values` numbers in fp32 for
-    each channel, and a counter for each column of blocks. 0 where channels are not last, or rows are few.
-
-    Source: aten/src/ATen/native/cuda/Normalization.cuh, `flexible_launch_configs`.
-    """
+    each channel, and a counter for each column of blocks. 0 where channels are not last, or rows are few. Source:
+    aten/src/ATen/native/cuda/Normalization.cuh, `flexible_launch_configs`."""
     spec = first(call)
     channels = spec.size[1]
     if not _channels_last(spec) or not spec.numel:
@@ -239,9 +231,8 @@ def _cuda_scan(call: OpCall) -> int:
 
 
 def _cuda_fp8_matmul(call: OpCall) -> int:
-    """Bytes of an 8-bit matmul: copies of both operands in the result's dtype, as where there are no 8-bit units; they
-    are larger than the transposed copies that such units need. torchao times its kernels, and allocates a buffer of 256
-    MB for that."""
+    """Bytes of an 8-bit matmul: copies of both operands in the result's dtype, as where there are no 8-bit units, more
+    than the transposed copies for such units; and 256 MB where torchao times its kernels."""
     a, a_scale, b = call.inputs[:3]
     timed = 256 * MB if a_scale.size and library() == "torchao" else 0
     return call.outputs[0].dtype.itemsize * (a.numel + b.numel) + fp8_scales(call) + timed

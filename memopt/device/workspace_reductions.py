@@ -1,12 +1,9 @@
 """The staging buffer of torch's CUDA reductions, in bytes: the same arithmetic by which torch configures the kernel.
-
-Where several thread blocks reduce to one result, each writes its partial result to this buffer. Where the fastest
-dimension is not reduced, as for the gradients of biases, each column of threads in a block writes a partial result: 2
-to 512 MiB in all.
+Where several thread blocks reduce to one result, each writes its partial result to this buffer; where the fastest
+dimension is not reduced, as for the gradients of biases, each column of threads in a block does: 2 to 512 MiB in all.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`, `ReduceConfig::global_memory_size`, and
-aten/src/ATen/TensorIterator.cpp, `reorder_dimensions`, `coalesce_dimensions`, `SplitUntil32Bit`.
-"""
+aten/src/ATen/TensorIterator.cpp, `reorder_dimensions`, `coalesce_dimensions`, `SplitUntil32Bit`."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ _ACCUMULATORS = {
     **dict.fromkeys(("argmax", "argmin", "max", "min"), 16),  # a value and its position
     **dict.fromkeys(("any", "all"), 1),
 }
-"""Bytes of an accumulator that is not simply a number of the result's kind, by the operator's name; twice that in
-fp64."""
+"""Bytes of an accumulator that is no number of the result's kind, by the operator's name; twice that in fp64."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +149,7 @@ def _vector(dims: list[_Dimension], kept: int, width: int) -> int:
 
 
 def _thread_block(along: int, across: int, most: int) -> tuple[int, int]:
-    """The columns and rows of a block of at most `most` threads, for sizes `along` and `across` the fastest
-    dimension."""
+    """The columns and rows of a block of at most `most` threads, for sizes `along` and `across` the fastest one."""
     width, height = (min(most, 1 << (max(1, size).bit_length() - 1)) for size in (along, across))
     columns = min(width, _WARP)
     rows = min(height, most // columns)

@@ -50,8 +50,7 @@ def copies(call: OpCall) -> int:
 
 
 def strided_rows(call: OpCall) -> int:
-    """Workspace bytes of kernels that need each row contiguous, wherever the rows lie: copies of the inputs whose last
-    dimension has gaps."""
+    """Workspace bytes of kernels that need each row contiguous: copies of the inputs whose last dimension has gaps."""
     return sum(spec.dense_bytes for spec in call.inputs if spec.size and spec.size[-1] > 1 and spec.stride[-1] != 1)
 
 
@@ -83,8 +82,7 @@ def index(call: OpCall) -> int:
 
 
 def broadcast_numel(indices: Sequence[TensorSpec]) -> int:
-    """The number of elements that index tensors have once they are broadcast together; an upper bound where masks are
-    among them."""
+    """The number of elements of index tensors once they are broadcast together; an upper bound with masks."""
     try:
         return math.prod(torch.broadcast_shapes(*(spec.size for spec in indices)))  # type: ignore[no-untyped-call]
     except RuntimeError:  # the coordinates of a mask's elements are broadcast, not the mask
@@ -98,8 +96,7 @@ def wide_index(call: OpCall) -> int:
 
 def by_counts(call: OpCall) -> int:
     """Workspace bytes of `scatter_reduce` and `index_reduce`. A mean takes the count of values in each sum, a tensor of
-    ones that is summed to count them, and a mask of the empty sums. `index_reduce` starts from a copy,
-    whatever its reduction."""
+    ones to count them, and a mask of the empty sums. `index_reduce` always starts from a copy."""
     counts = call.argument(4, "reduce") == "mean" or rule_name(call) == "index_reduce"
     return wide_index(call) + copies(call) + (all_bytes(call) + call.outputs[0].numel + SCALARS if counts else 0)
 
@@ -184,15 +181,12 @@ COMMON: dict[str, Rule] = {
         lambda call: chunked_loss(call) + class_vectors(call),
     ),
     "fp8_delayed_scale": lambda call: 4 * KB,
-    **for_each("copy_out copy_back", nothing),  # of passes.ops.offload_ops: bytes are copied unchanged
-    **for_each(
-        "clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like rand_like randn_like "
+    **for_each(  # the first two are of passes.ops.offload_ops
+        "copy_out copy_back clone copy _to_copy convert_element_type empty_like full_like zeros_like ones_like "
+        "rand_like randn_like "
         "new_zeros new_full new_empty bernoulli arange cat stack constant_pad_nd slice_backward select_backward "
         "as_strided flip slice_scatter select_scatter diag_embed where masked_fill "
-        "amax amin dot vdot mv cummax cummin",
-        nothing,
-    ),
-    **for_each(
+        "amax amin dot vdot mv cummax cummin "
         "mse_loss_backward smooth_l1_loss_backward huber_loss_backward elu_backward glu glu_backward _prelu_kernel "
         "_prelu_kernel_backward log_sigmoid_backward softplus_backward hardswish "
         "hardswish_backward mish_backward leaky_relu_backward rrelu_with_noise_backward "
@@ -202,12 +196,11 @@ COMMON: dict[str, Rule] = {
     **for_each(MAKE_CONTIGUOUS, gaps),
     **for_each("mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits", loss),
     **for_each("logsumexp norm renorm", lambda call: 2 * one_input(call) + KB),
-    "median": one_input,
+    **for_each("median isinf im2col", one_input),
     **for_each("index _unsafe_index", index),
     **for_each("repeat binary_cross_entropy_backward unfold_backward", lambda call: 2 * KB),
     **for_each("tril triu", copies),
     "roll": lambda call: (max(1, len(call.argument(2) or ())) - 1) * first(call).dense_bytes + copies(call),
-    "isinf": one_input,
     "ldexp": output_bytes,
     "mvlgamma": lambda call: (1 + call.argument(1)) * one_input(call),
     **for_each("scatter_reduce index_reduce", by_counts),
@@ -224,13 +217,11 @@ COMMON: dict[str, Rule] = {
     **for_each("_unique _unique2", lambda call: all_bytes(call) + 32 * first(call).numel + KB),
     **for_each("any all", lambda call: 0 if first(call).dtype == torch.bool else first(call).numel + SCALARS),
     "count_nonzero": lambda call: 9 * first(call).numel + output_bytes(call) + KB,
-    "allclose": lambda call: 3 * all_bytes(call),
+    **for_each("allclose _euclidean_dist", lambda call: 3 * all_bytes(call)),
     "dist": lambda call: 2 * broadcast_numel(call.inputs) * first(call).dtype.itemsize,
     "kthvalue": lambda call: 2 * one_input(call) + 8 * first(call).numel,
     "masked_scatter_backward": lambda call: 24 * broadcast_numel(call.inputs[:2]),
     "multinomial": lambda call: 4 * one_input(call) + 16 * KB,
-    "im2col": one_input,
-    "_euclidean_dist": lambda call: 3 * all_bytes(call),
     "isin": lambda call: 24 * sum(spec.numel for spec in call.inputs),
 }
 
@@ -242,10 +233,8 @@ def rule_name(call: OpCall) -> str:
 
 def by_rules(call: OpCall, rules: Mapping[str, Rule], *, pointwise: Rule = nothing, reduction: Rule = all_bytes) -> int:
     """The workspace bytes of a call by `rules`, which are for a kind of device, or else by those that hold on every
-    device.
-
-    Without a rule, operators on lists of tensors and those that return an alias hold nothing; pointwise ones and
-    reductions hold what `pointwise` and `reduction` say; all others are assumed to copy all their tensors once."""
+    device. Without a rule, operators on lists of tensors and those that return an alias hold nothing; pointwise ones
+    and reductions hold what `pointwise` and `reduction` say; all others are assumed to copy all their tensors once."""
     name = rule_name(call)
     rule = rules.get(name) or COMMON.get(name)
     if rule is not None:

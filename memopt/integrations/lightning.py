@@ -55,8 +55,7 @@ class MemoptCallback(Callback):
 
 
 def net_of(module: nn.Module) -> nn.Module:
-    """The child module that holds all trained parameters and can be called; `module` itself where there is none, or no
-    parameter is trained."""
+    """The child module that can be called and holds all trained parameters, of which there are any; else `module`."""
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     for child in module.children():
         has_forward = not isinstance(child, (nn.ModuleList, nn.ModuleDict))

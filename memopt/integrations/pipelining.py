@@ -43,8 +43,7 @@ def optimize_schedule(schedule: Schedule, budget_gb: float, **options: Unpack[St
 
 
 def remove_schedule(schedule: Schedule) -> Schedule:
-    """Undo `optimize_schedule`: restore the schedule and the modules of its stages, in place, and return the
-    schedule."""
+    """Undo `optimize_schedule`, in place: restore the schedule, which is returned, and its stages' modules."""
     planned = planned_schedule_of(schedule)
     if planned is not None:
         planned.give_back()

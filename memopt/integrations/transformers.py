@@ -55,8 +55,7 @@ class MemoptCallback(TrainerCallback):
         self._budgeted.begin(model, self._budgeted.optimizer_among([parts["optimizer"]]), **defaults)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
-        """Add the figures of the plan by which this step ran to the Trainer's log, if it is not the plan of the step
-        before."""
+        """Add the figures of the plan by which this step ran to the Trainer's log, if it is a new one."""
         news = self._budgeted.news()
         if news is not None and state.is_world_process_zero:
             state.log_history.append({**news, "epoch": state.epoch, "step": state.global_step})
@@ -66,8 +65,7 @@ class MemoptCallback(TrainerCallback):
         self.end()
 
     def end(self) -> None:
-        """Remove memopt from the model, and restore the setting of gradient checkpointing; does nothing if that was
-        done already."""
+        """Remove memopt from the model, and restore the setting of gradient checkpointing; once."""
         self._budgeted.end()
         for module in self._checkpointed:
             module.gradient_checkpointing = True  # type: ignore[assignment]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from memopt.compat.card_allocator import may_turn_on_expandable_segments
+from memopt.compat.card import may_turn_on_expandable_segments
 from memopt.levers.lever import Lever
 
 EXPANDABLE_SEGMENTS = Lever(

@@ -1,7 +1,5 @@
-"""Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution are not lost.
-
-A bfloat16 is the upper half of a float32. Stochastic rounding works on the bits, with one int32 for each element.
-"""
+"""Parameters and gradients in bfloat16, stepped so that updates far below bfloat16's resolution are not lost. A
+bfloat16 is the upper half of a float32; stochastic rounding works on the bits, with one int32 for each element."""
 
 from __future__ import annotations
 
@@ -17,10 +15,9 @@ _HALF = 0x8000
 
 
 def round_stochastically(value: torch.Tensor, out: torch.Tensor, generator: torch.Generator) -> None:
-    """Round float32 `value` to one of the two nearest bfloat16 values, into `out`; the nearer one is more likely, so
-    that the result is right on average.
-
-    `value` is overwritten. Infinities and NaN stay. (Gupta et al. 2015, arXiv:1502.02551, section 3.)"""
+    """Round float32 `value`, which is overwritten, to one of the two nearest bfloat16 values, into `out`; the nearer
+    one is more likely, so that the result is right on average. Infinities and NaN stay. (Gupta et al. 2015,
+    arXiv:1502.02551, section 3.)"""
     # All NaNs get the same bits, since rounding up the bits of other NaNs could overflow into a number.
     nan, infinity = float("nan"), float("inf")
     bits = value.nan_to_num_(nan=nan, posinf=infinity, neginf=-infinity).view(torch.int32)
@@ -83,10 +80,15 @@ class BF16ParametersOptimizer(Parameterwise):
     def __init__(self, inner: optim.Optimizer, seed: int = 0) -> None:
         super().__init__(inner)
         self.generators = _Generators(seed)
-        for parameter, state in self.state.items():  # made by Adagrad's constructor, in the parameter's dtype
-            for key, value in state.items():
-                if is_per_element(value, parameter) and value.is_floating_point() and _is_narrow(parameter):
-                    state[key] = value.float()
+        for parameter in filter(_is_narrow, self.state):  # made by Adagrad's constructor, in the parameter's dtype
+            self._widen_state(parameter)
+
+    def _widen_state(self, parameter: torch.Tensor) -> None:
+        """Convert the state of a parameter to float32."""
+        state = self.state[parameter]
+        for key, value in state.items():
+            if is_per_element(value, parameter) and value.is_floating_point():
+                state[key] = value.float()
 
     def _open(self, kept: torch.Tensor, piece: Slice) -> torch.Tensor:
         part = piece.of(kept)
@@ -133,12 +135,8 @@ def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) ->
     gradient, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(torch.bfloat16)
     parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)
-    if wrapped is None:
-        return
-    state = wrapped.state[parameter]
-    for key, kept in state.items():
-        if is_per_element(kept, parameter) and kept.is_floating_point():
-            state[key] = kept.float()
+    if wrapped is not None:
+        wrapped._widen_state(parameter)
 
 
 def _is_narrow(tensor: torch.Tensor) -> bool:

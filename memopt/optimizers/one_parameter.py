@@ -10,35 +10,25 @@ from typing import Any
 import torch
 from torch import optim
 
+from memopt.device.op_call import fills
+
 # Elements of a piece: kernels on them take longer than their launch, and a float32 copy is 8 MB.
 PIECE_ELEMENTS = 2**21
 
 # torch's optimizers that treat each element by itself, so that a tensor may be stepped in pieces.
 _ELEMENTWISE = (
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.Adamax,
-    optim.AdamW,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-)
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
+    optim.RMSprop, optim.Rprop, optim.SGD,
+)  # fmt: skip
 
 
 def step_one(
     optimizer: optim.Optimizer, options: Mapping[str, Any], tensor: torch.Tensor, state: dict[str, Any]
 ) -> dict[str, Any]:
     """Step `tensor`, which has a gradient, by the code of `optimizer` with a group's `options` and the tensor's
-    `state`. Returns the state after the step.
-
-    The optimizer's groups and state are not changed. Tensors of `state` may be written to.
-
-    Raises `ValueError` for an optimizer whose step changes its group's options, since all parameters share these.
-    """
+    `state`, whose tensors may be written to. Returns the state after the step; groups and state of the optimizer are
+    not changed. Raises `ValueError` for an optimizer whose step changes its group's options, since all parameters share
+    these."""
     groups, states = optimizer.param_groups, optimizer.state
     own = {key: value for key, value in options.items() if key not in ("params", "param_names")}
     alone = {**own, "params": [tensor]}
@@ -66,8 +56,7 @@ def _differs(value: Any, before: Any) -> bool:
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimizer is one of torch's that treat each element by itself; False for subclasses of these, whose
-    step is not known."""
+    """Whether the optimizer is one of torch's that treat each element by itself; False for subclasses of these."""
     return type(optimizer) in _ELEMENTWISE
 
 
@@ -98,9 +87,7 @@ def pieces_of(parameter: torch.Tensor, *, elementwise: bool) -> Iterator[Slice]:
     if not (elementwise and parameter.dim() and is_dense(parameter)):
         yield Slice(0, elements, flat=False, first=True, last=True)
         return
-    starts = range(
-        0, max(elements - PIECE_ELEMENTS, 0) + 1, PIECE_ELEMENTS
-    )  # the last piece takes the rest, so that none is small
+    starts = range(0, max(elements - PIECE_ELEMENTS, 0) + 1, PIECE_ELEMENTS)  # the last takes the rest: none is small
     for start in starts:
         stop = elements if start == starts[-1] else start + PIECE_ELEMENTS
         yield Slice(start, stop, flat=True, first=start == 0, last=stop == elements)
@@ -113,12 +100,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a contiguous range of memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return fills(sorted(zip(tensor.stride(), tensor.shape, strict=True)))
 
 
 def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

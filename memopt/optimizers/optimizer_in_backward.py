@@ -43,8 +43,7 @@ class OptimizerInBackward(Parameterwise):
         super().__init__(inner)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as `Optimizer.add_param_group` does; its parameters are stepped from the next backward
-        on."""
+        """Add a parameter group, as `Optimizer.add_param_group` does, to be stepped from the next backward on."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for parameter in self.param_groups[-1]["params"]:
@@ -67,10 +66,8 @@ class OptimizerInBackward(Parameterwise):
         return self.inner
 
     def step_now(self, number: int, parameter: torch.Tensor) -> None:
-        """Step a parameter of group `number` by its gradient, and free the gradient.
-
-        Raises `ValueError` where it has been stepped since the last `step()`.
-        """
+        """Step a parameter of group `number` by its gradient, and free the gradient. Raises `ValueError` where it has
+        been stepped since the last `step()`."""
         if parameter.grad is None:  # autograd calls hooks also where there is no gradient
             return
         if id(parameter) in self._stepped:

@@ -35,8 +35,7 @@ class Stepping:
     temporaries: tuple[tuple[Kind, int], ...]
     """For each kind of parameter, the most bytes alive at once among those that its step makes and frees."""
     left: frozenset[int] = frozenset()
-    """Numbers of the region's inputs (parameters) that are stepped at the backward's end, although they could be
-    stepped earlier."""
+    """Numbers of the region's inputs (parameters) that are stepped at the backward's end all the same."""
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[torch.Tensor, torch.dtype, int]]) -> Stepping:
@@ -66,8 +65,7 @@ Wraps: TypeAlias = tuple[Callable[[Any], optim.Optimizer], ...]
 
 @dataclass(frozen=True)
 class OptimizerStepPrice:
-    """Bytes of state that `optimizer.step()` keeps, temporary bytes that it makes and frees, and the seconds it
-    takes."""
+    """Bytes of state that `optimizer.step()` keeps, temporary bytes that it makes and frees, and its seconds."""
 
     state_bytes: int
     temporary_bytes: int
@@ -92,12 +90,9 @@ def _on(hardware: Hardware, tried: _Trial) -> OptimizerStepPrice:
 def optimizer_step_price(
     optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], hardware: Hardware
 ) -> OptimizerStepPrice:
-    """The bytes and seconds of stepping all trained `parameters` by the plain optimizer; their values are not read, so
-    they may be on "meta".
-
+    """The bytes and seconds of stepping all trained `parameters`, whose values are not read, by the plain optimizer.
     Raises `ValueError` for an unknown name, for LBFGS, for an optimizer that cannot be made from the parameters alone,
-    and for one whose steps cannot be run on fake tensors.
-    """
+    and for one whose steps cannot be run on fake tensors."""
     if optimizer is None or not parameters:
         return NOTHING
     make, device = _maker(optimizer, parameters), device_of(hardware)
@@ -113,11 +108,9 @@ def prices_of_each(
     device: str | None = None,
 ) -> list[OptimizerStepPrice]:
     """The bytes and seconds of stepping each parameter alone, in the dtype that `dtypes` gives for it, with the
-    optimizer wrapped by `wraps`.
-
-    The price of stepping them one after the other is the sum of states and seconds, with the largest temporaries. Of
-    parameters with equal group, shape, strides and dtypes, only one is tried. `device` is the type of device on which
-    the step runs, and whose memory is counted; by default that of the hardware."""
+    optimizer wrapped by `wraps`. Stepping them one after the other takes the sum of states and seconds, and the largest
+    temporaries. Of parameters with equal group, shape, strides and dtypes, only one is tried. `device` is the type of
+    device on which the step runs, and whose memory is counted; by default that of the hardware."""
     if optimizer is None:
         return [NOTHING for _ in parameters]
     device = device or hardware.device_type
@@ -132,12 +125,7 @@ def prices_of_each(
 
 
 def _price_of_one(
-    optimizer: OptimizerLike,
-    parameter: torch.Tensor,
-    dtype: torch.dtype,
-    hardware: Hardware,
-    wraps: Wraps,
-    device: str,
+    optimizer: OptimizerLike, parameter: torch.Tensor, dtype: torch.dtype, hardware: Hardware, wraps: Wraps, device: str
 ) -> OptimizerStepPrice:
     """The price of stepping one parameter. A parameter of more than three pieces is tried with two and with three:
     every further piece adds as much as the third."""
@@ -177,8 +165,7 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 def _maker(
     optimizer: OptimizerLike, originals: Sequence[torch.Tensor], wraps: Wraps = ()
 ) -> Callable[[list[torch.nn.Parameter]], optim.Optimizer]:
-    """A function that makes the optimizer, with `wraps` around it, over stand-ins for the original parameters, which it
-    takes in the same order."""
+    """A function that makes the optimizer, with `wraps` around it, over stand-ins for the originals, in their order."""
 
     def make(stand_ins: list[torch.nn.Parameter]) -> optim.Optimizer:
         named = {id(original): stand_in for original, stand_in in zip(originals, stand_ins, strict=True)}
@@ -192,9 +179,7 @@ def _maker(
 
 def _group_number(optimizer: OptimizerLike, parameter: torch.Tensor) -> int:
     """The number of the optimizer's group that the parameter is in; 0 if the optimizer is not given as an instance.
-
-    Raises `ValueError` where the parameter is in no group.
-    """
+    Raises `ValueError` where the parameter is in no group."""
     if not isinstance(optimizer, optim.Optimizer):
         return 0
     for number, group in enumerate(optimizer.param_groups):
@@ -217,9 +202,8 @@ def _trial_of_class(
     foreach: bool,
     threads: int,
 ) -> _Trial:
-    """The trial of one parameter by an optimizer that is given as a class or name, which depends on these arguments
-    only. It is kept, as each combination of levers and each plan asks for it. `threads` is torch's number of
-    threads."""
+    """The trial of one parameter by an optimizer given as a class or name, which depends on these arguments (`threads`
+    is torch's number) only; each combination of levers and each plan asks for it."""
     parameter = on_meta(shape, stride, dtype)
     return _tried(_maker(optimizer, [parameter], wraps), [parameter], device, foreach=foreach)
 
@@ -251,14 +235,12 @@ class _Traffic(EagerBytes):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        read = list(tensors_in((args, list((kwargs or {}).values()))))
-        written = [
-            tensor
-            for argument, value in zip(schema_of(func).arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tensors_in(value)
-        ]
-        if not schema_of(func).is_mutable:
+        read, schema = list(tensors_in((args, list((kwargs or {}).values())))), schema_of(func)
+        if schema.is_mutable:
+            given = zip(schema.arguments, args, strict=False)
+            into = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+            written = list(tensors_in(into))
+        else:
             held = {tensor.untyped_storage() for tensor in read}
             written = [tensor for tensor in tensors_in(result) if tensor.untyped_storage() not in held]
         if written and max(tensor.numel() for tensor in written) > 1:

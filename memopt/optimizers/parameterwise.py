@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,13 +14,8 @@ from memopt.optimizers.one_parameter import Slice, is_elementwise, like, pieces_
 State = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Span:
-    """Elements `start` to `stop` of an array with `whole` elements."""
-
-    start: int
-    stop: int
-    whole: int
+Span = tuple[slice, int]
+"""A range of the elements of an array, and the number of its elements."""
 
 
 class Parameterwise(optim.Optimizer):
@@ -59,10 +53,8 @@ class Parameterwise(optim.Optimizer):
         return inner if self.keeps_form else {"title": self.title, "inner": inner}
 
     def load_extra_state(self, saved: dict[str, Any] | None) -> None:
-        """Restore what `extra_state` returned.
-
-        Raises `ValueError`, before anything is changed, where that was another kind of optimizer's.
-        """
+        """Restore what `extra_state` returned. Raises `ValueError`, before anything is changed, where that was another
+        kind of optimizer's."""
         title = saved.get("title") if saved else None
         wanted = None if self.keeps_form else self.title
         inner = self.inner if isinstance(self.inner, Parameterwise) else None
@@ -74,15 +66,12 @@ class Parameterwise(optim.Optimizer):
             inner.load_extra_state(saved if self.keeps_form or saved is None else saved["inner"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and state as in any optimizer's state dict, and the result of `extra_state` under "proposal". Tensors
-        are not copied."""
+        """Groups and state as in any state dict, and `extra_state` under "proposal". Tensors are not copied."""
         return {**super().state_dict(), "proposal": self.extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state dict; its tensors are copied, and keep their dtypes.
-
-        Raises `ValueError` where the state's groups have other numbers of parameters, or it is of another kind of
-        optimizer."""
+        """Restore a state dict; its tensors are copied, and keep their dtypes. Raises `ValueError` where its groups
+        have other numbers of parameters, or it is of another kind of optimizer."""
         saved = {key: value for key, value in state_dict.items() if key != "proposal"}
         sizes, own = (
             [len(group["params"]) for group in groups] for groups in (saved["param_groups"], self.param_groups)
@@ -138,28 +127,17 @@ class Parameterwise(optim.Optimizer):
         state, gradient = self.state[parameter], like(parameter.grad, parameter)
         known = frozenset(state)  # state that the first piece makes has no values for the others yet
         for piece in pieces_of(parameter, elementwise=goes_in_pieces(self.inner)):
-            self._step_piece(group, parameter, gradient, piece, known)
-
-    def _step_piece(
-        self,
-        group: dict[str, Any],
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        piece: Slice,
-        known: frozenset[str],
-    ) -> None:
-        state = self.state[parameter]
-        tensor = self._open(parameter, piece)
-        tensor.grad = self._open(gradient, piece)
-        given = self._take(parameter, {key: state[key] for key in state if key in known}, piece)
-        after = step_one(self.inner, group, tensor, dict(given))
-        tensor.grad = None
-        self._give(parameter, state, piece, given, after)
-        self._close(parameter, piece, tensor)
+            tensor = self._open(parameter, piece)
+            tensor.grad = self._open(gradient, piece)
+            given = self._take(parameter, {key: state[key] for key in state if key in known}, piece)
+            after = step_one(self.inner, group, tensor, dict(given))
+            tensor.grad = None
+            self._give(parameter, state, piece, given, after)
+            self._close(parameter, piece, tensor)
+            del tensor, given, after  # freed before the next piece
 
     def _open(self, kept: torch.Tensor, piece: Slice) -> torch.Tensor:
-        """The tensor that `inner` gets for a piece of a parameter, of its gradient, or of a state tensor of its
-        shape."""
+        """The tensor that `inner` gets for a piece of a parameter, of its gradient, or of a state tensor like it."""
         return piece.of(kept)
 
     def _close(self, parameter: torch.Tensor, piece: Slice, tensor: torch.Tensor) -> None:
@@ -173,7 +151,7 @@ class Parameterwise(optim.Optimizer):
             if is_per_element(value, parameter):
                 given[key] = self._open(value, piece)
             elif span is not None:
-                given[key] = value[span.start : span.stop]
+                given[key] = value[span[0]]
             else:
                 # Of another shape, like the step number, which every piece increases: all but the last get a copy.
                 given[key] = value.clone() if isinstance(value, torch.Tensor) and not piece.last else value
@@ -188,9 +166,9 @@ class Parameterwise(optim.Optimizer):
                 self._close_state(parameter, state, key, piece, value, value is given.get(key))
             elif span is not None:
                 if key not in state:
-                    whole = torch.empty(span.whole, dtype=value.dtype, device="meta")
+                    whole = torch.empty(span[1], dtype=value.dtype, device="meta")
                     state[key] = self.room_for(parameter, whole, value.dtype)
-                self._close_part(state[key][span.start : span.stop], value, value is given.get(key))
+                self._close_part(state[key][span[0]], value, value is given.get(key))
             elif piece.last:
                 state[key] = self._close_other(parameter, state.get(key), value)
 
@@ -220,8 +198,8 @@ class Parameterwise(optim.Optimizer):
         return value
 
     def span(self, key: str, parameter: torch.Tensor, piece: Slice) -> Span | None:
-        """The range of elements of the state tensor `key`, whose shape differs from the parameter's, that belong to a
-        piece of the parameter; None where that tensor is not divided into pieces."""
+        """The elements of the state tensor `key`, whose shape differs from the parameter's, that belong to a piece of
+        the parameter; None where that tensor is not divided into pieces."""
         return self._inner_span(key, parameter, piece)
 
     def _inner_span(self, key: str, parameter: torch.Tensor, piece: Slice) -> Span | None:
@@ -230,8 +208,7 @@ class Parameterwise(optim.Optimizer):
 
 
 def goes_in_pieces(optimizer: optim.Optimizer) -> bool:
-    """Whether the optimizer can step a tensor piece by piece, as its update, or that of the optimizer it wraps, treats
-    each element alone."""
+    """Whether the innermost optimizer can step a tensor piece by piece, as it treats each element alone."""
     return goes_in_pieces(optimizer.inner) if isinstance(optimizer, Parameterwise) else is_elementwise(optimizer)
 
 

@@ -31,12 +31,10 @@ def blocks_of(elements: int) -> int:
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> None:
     """Write the codes (uint8, one for each value) and scales (float32, one for each block of `BLOCK` values) of
-    1-dimensional float32 `values`, which are overwritten. With `signed` the codes stand for values of either sign,
-    without it for values from 0 on.
+    1-dimensional float32 `values`, which are overwritten. Without `signed` values are from 0 on.
 
-    Unsigned values other than 0 never become 0, since Adam divides by them. A block with infinity or NaN is NaN when it
-    is dequantised.
-    """
+    Unsigned values other than 0 never become 0, since Adam divides by them. A block with infinity or NaN becomes
+    NaN."""
     for part, its_codes, its_scales in _blocks(values, codes, scales):
         low, high = torch.aminmax(part, dim=1)
         its_scales.copy_(torch.maximum(low.neg_(), high))
@@ -45,8 +43,7 @@ def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *,
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """The float32 values of 1-dimensional `codes` and `scales` that `quantize` wrote with the same `signed`, in a new
-    tensor."""
+    """The float32 values of 1-dimensional `codes` and `scales` that `quantize` wrote, in a new tensor."""
     values = torch.empty_like(codes, dtype=torch.float32)
     book = torch.tensor(code_values(signed), device=codes.device)
     for part, its_codes, its_scales in _blocks(values, codes, scales):
@@ -83,8 +80,7 @@ def code_values(signed: bool) -> tuple[float, ...]:
 
 
 def _boundaries(signed: bool, device: torch.device) -> torch.Tensor:
-    """The limits between codes, half-way between their values; an unsigned value gets the code of 0 only where it is
-    0."""
+    """The limits between codes, half-way between their values; only an unsigned 0 gets the code of 0."""
     values = code_values(signed)
     middles = [(left + right) / 2 for left, right in itertools.pairwise(values)]
     return torch.tensor(middles if signed else [0.0, *middles[1:]], device=device)
@@ -123,9 +119,9 @@ class LowBitOptimizer(Parameterwise):
     def span(self, key: str, parameter: torch.Tensor, piece: Slice) -> Span | None:
         elements = parameter.numel()
         if key.endswith("_codes"):
-            return Span(piece.start, piece.stop, elements)
+            return slice(piece.start, piece.stop), elements
         if key.endswith("_scales"):
-            return Span(piece.start // BLOCK, blocks_of(piece.stop), blocks_of(elements))
+            return slice(piece.start // BLOCK, blocks_of(piece.stop)), blocks_of(elements)
         return super().span(key, parameter, piece)
 
     def _take(self, parameter: torch.Tensor, state: State, piece: Slice) -> State:
@@ -200,8 +196,12 @@ class OffloadedOptimizer(Parameterwise):
 
     def _take(self, parameter: torch.Tensor, state: State, piece: Slice) -> State:
         given = super()._take(parameter, state, piece)
-        arrays = {key: value for key, value in given.items() if isinstance(value, torch.Tensor) and value.dim()}
-        return {**given, **{key: _copy(value, parameter.device) for key, value in arrays.items()}}
+        for key, value in given.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                # Pinned memory is next written by the copy back, which is queued behind this one.
+                pinned = is_on_host(value) and value.is_pinned()
+                given[key] = value.to(parameter.device, copy=True, non_blocking=pinned)
+        return given
 
     def _close_state(
         self, parameter: torch.Tensor, state: State, key: str, piece: Slice, value: torch.Tensor, in_place: bool
@@ -218,9 +218,3 @@ class OffloadedOptimizer(Parameterwise):
             return value
         same = isinstance(kept, torch.Tensor) and kept.shape == value.shape and kept.dtype == value.dtype
         return (kept if same else self.room_for(parameter, value, value.dtype)).copy_(value)
-
-
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device`: complete on the host, in stream order on a GPU."""
-    # Pinned memory is next written by the copy back, which is queued behind this one.
-    return tensor.to(device, copy=True, non_blocking=is_on_host(tensor) and tensor.is_pinned())

@@ -22,7 +22,7 @@ from memopt.capture.captured_call import CapturedCall
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.trace import trained
-from memopt.compat.card_allocator import expandable_segments
+from memopt.compat.card import expandable_segments
 from memopt.device.devices import device_of
 from memopt.levers.expandable_segments import may_expand
 from memopt.planning.optimizer_choice import OptimizerChoice

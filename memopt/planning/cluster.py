@@ -13,7 +13,7 @@ from memopt.account.sharded import ParameterGroup, Sharding
 from memopt.capture.joint import JointGraph
 from memopt.capture.tensor_parallel import TensorParallel, exchange_seconds, is_exchange, meta_copy
 from memopt.compat.host import HOST
-from memopt.device.cluster import Cluster, check_cluster
+from memopt.device.cluster import CARDS_PER_NODE, Cluster, check_cluster
 from memopt.levers import DEFAULT_LEVERS
 from memopt.price.priced_graph import NodePrice, Reduction
 
@@ -52,7 +52,7 @@ class ClusterOptions:
             "while the block before computes, and freed after it unless the plan keeps them; those outside of blocks "
             "are one group and stay gathered; gradients are reduced in float32 when a block's backward is done; shards "
             "keep the parameters' dtype",
-            f"{joined.name}, {joined.cards_per_node} cards in a node: {rates}",
+            f"{joined.name}, {CARDS_PER_NODE} cards in a node: {rates}",
             "NCCL's buffers, which torch's allocator does not hold, are not counted",
         ]
         if mesh.tp > 1:

@@ -21,7 +21,7 @@ import passes
 from memopt.account.account import account_of
 from memopt.capture.author_modes import CallerModes
 from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
-from memopt.compat.card_allocator import expandable_segments, may_turn_on_expandable_segments
+from memopt.compat.card import expandable_segments, may_turn_on_expandable_segments
 from memopt.compat.tensors import is_opaque, spread_of
 from memopt.device import Hardware, hardware_of
 from memopt.device.devices import device_of

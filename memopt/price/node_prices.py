@@ -15,7 +15,7 @@ from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.storages import is_mutation, is_view
 from memopt.device.time_model import node_seconds, runs_kernel
-from memopt.device.workspace import measure_workspaces, op_dry_run, workspace_bytes
+from memopt.device.workspace import measure_workspaces, op_dry_run
 from memopt.price.priced_graph import NodePrice
 from passes.graphs.aliases import WAIT
 from passes.graphs.node_facts import backward_nodes, block_of
@@ -91,7 +91,7 @@ def _on_card(node: fx.Node, seconds: float, card: Hardware) -> NodePrice:
     call, device = op_call(node), device_of(card)
     dry_run = None if call is None else op_dry_run(call, device.type, card.chip) or device.library_run(call, card.chip)
     if dry_run is None:
-        workspace = workspace_bytes(node, device.type, card.chip)
+        workspace = 0 if call is None else device.workspace(call, card.chip)
         return NodePrice(seconds, workspace, calls=() if call is None else device.result_calls(call, workspace))
     return NodePrice(seconds, dry_run.workspace_bytes, calls=dry_run.calls)
 

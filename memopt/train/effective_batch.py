@@ -1,6 +1,5 @@
 """The microbatches between two optimizer steps. Their gradients and losses are summed over all ranks, each weighted by
-the number of terms in its mean loss; and batches are split into microbatches where the step would not fit its
-budget."""
+the number of terms in its mean loss. Batches are split where the step would not fit its budget."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.levers.microbatch import MICROBATCH
 from memopt.lru import LruCache
 from memopt.microbatch import is_series, samples_of, split
-from memopt.planning.plan import Plan
 from memopt.run.session import session_of
 
 
@@ -54,15 +52,13 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def gradients_kept_here(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which backwards of `DistributedDataParallel` do not exchange gradients (`no_sync`); the next
-    backward outside exchanges their sum. For sharded parameters it does nothing: gradients that are not exchanged would
-    be held unsharded."""
+    """A context in which backwards of `DistributedDataParallel` do not exchange gradients (`no_sync`); the next one
+    outside exchanges their sum. It does nothing for sharded parameters, whose gradients would be held unsharded."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def mean_over_ranks(values: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """The mean of each element of `values` over the ranks that train `model`; `values` themselves if there is only
-    one."""
+    """The mean of each element of `values` over the ranks that train `model`; `values` themselves on one rank."""
     for group in groups_of(model):
         total = values.clone()
         distributed.all_reduce(total, group=group)
@@ -73,8 +69,7 @@ def mean_over_ranks(values: torch.Tensor, model: nn.Module) -> torch.Tensor:
 IGNORED = -100
 """The target that torch's cross entropy and Hugging Face's losses ignore."""
 SHIFTING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""Parts of the names of Hugging Face's loss types, and of models without one, whose loss compares position t with label
-t + 1."""
+"""Parts of the names of Hugging Face's loss types, or models, whose loss compares position t with label t + 1."""
 
 Count = Callable[[Any], Any]
 
@@ -167,11 +162,10 @@ class EffectiveBatch:
         return cls(0, nothing, nothing, nothing)
 
     def expecting(self, counts: Sequence[torch.Tensor], calls: int, model: nn.Module) -> EffectiveBatch:
-        """The effective batch at the beginning of a further call whose microbatches have `counts` tokens. `plus` adds
-        each of these microbatches when it has run.
-
-        The first call with any token sets `reference`, by which losses are divided. It is the sum of `counts`, averaged
-        over the ranks that train `model`, times `calls`, the number of calls in an effective batch."""
+        """The effective batch at the beginning of a further call whose microbatches have `counts` tokens, each added by
+        `plus` when it has run. The first call with any token sets `reference`, by which losses are divided: the sum of
+        `counts`, averaged over the ranks that train `model`, times `calls`, the number of calls in an effective
+        batch."""
         expected = calls * mean_over_ranks(torch.stack(list(counts)).sum(), model)
         return replace(self, calls=self.calls + 1, reference=torch.where(self.reference > 0, self.reference, expected))
 
@@ -204,8 +198,7 @@ class EffectiveBatch:
 
 
 def as_count(count: int | float | torch.Tensor, like: EffectiveBatch) -> torch.Tensor:
-    """`count` as a 0-dimensional tensor on the device and in the dtype of `like.tokens`, without waiting for that
-    device."""
+    """`count` as a 0-dimensional tensor like `like.tokens`, in dtype and device, without waiting for that device."""
     home = like.tokens
     if isinstance(count, torch.Tensor) and count.device == home.device:
         return count.to(home.dtype)
@@ -217,8 +210,7 @@ def as_count(count: int | float | torch.Tensor, like: EffectiveBatch) -> torch.T
 
 
 MOST_SIGNATURES = 256
-"""The number of batch signatures for which the number of pieces is remembered; batches of dropped ones are planned
-again."""
+"""The number of batch signatures for which the number of pieces is remembered."""
 
 
 class Splitting:
@@ -230,18 +222,15 @@ class Splitting:
         self._pieces: LruCache[str, int] = LruCache(MOST_SIGNATURES)
 
     def pieces(self, batch: Any) -> int:
-        """The number of pieces into which `batch` is split: `microbatches` if set; else what `more` has found for its
-        signature, or 1."""
+        """The number of pieces into which `batch` is split: `microbatches`, or what `more` has found, or 1."""
         return self.fixed or (self._pieces.get(_signature_of(batch)) if self._pieces else None) or 1
 
     def more(self, batch: Any, refused: BudgetError) -> int:
         """The smallest number of pieces, above the present one, with which the step fits; found by planning, and
-        remembered for the signature of `batch`.
-
-        Raises `refused` where the model is not optimised, the user has set the number or passes a list of microbatches,
-        or the lever "microbatch" is not allowed. Raises a `BudgetError` that says so where the model has batch
-        statistics, which each piece would compute separately. Where not even single samples fit, raises the error that
-        names the smallest budget."""
+        remembered for the signature of `batch`. Raises `refused` where the model is not optimised, the user has set the
+        number or passes a list of microbatches, or the lever "microbatch" is not allowed. Raises a `BudgetError` that
+        says so where the model has batch statistics, which each piece would compute separately, and where not even
+        single samples fit, the error that names the smallest budget."""
         planned = session_of(self.model)
         if planned is None or self.fixed or is_series(batch) or MICROBATCH.name not in planned.options.allow:
             raise refused
@@ -256,7 +245,12 @@ class Splitting:
                 continue
             except CaptureError:  # the model does not accept batches this small
                 break
-            self._check_statistics(plan, number, refused)
+            assert plan.captured is not None
+            if any(region.has_batch_statistics for region in plan.captured.regions):
+                raise refused.adding(
+                    f"{number} microbatches would fit, but batch normalisation would see each by itself: give "
+                    f"TrainStep microbatches={number} if that is what you want"
+                ) from None
             self._pieces[_signature_of(batch)] = number
             warnings.warn(
                 f"a batch of {samples} samples does not fit {refused.budget_gb:.6g} GB and is trained in "
@@ -266,16 +260,6 @@ class Splitting:
             )
             return number
         raise least
-
-    def _check_statistics(self, plan: Plan, number: int, refused: BudgetError) -> None:
-        """Raise `BudgetError` if the model normalises over the batch, so that splitting it would change the numbers."""
-        assert plan.captured is not None
-        if any(region.has_batch_statistics for region in plan.captured.regions):
-            instead = (
-                f"{number} microbatches would fit, but batch normalisation would see each by itself: give TrainStep "
-                f"microbatches={number} if that is what you want"
-            )
-            raise refused.adding(instead) from None
 
 
 def _signature_of(batch: Any) -> str:

@@ -25,11 +25,8 @@ Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
 def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
-    """The optimizers, one or several, as a tuple.
-
-    Raises `TypeError` or `ValueError` unless they are over parameters of `model` (or of a `loss_fn` that is a module),
-    with each parameter in one of them only, and can be stepped by a `TrainStep`.
-    """
+    """The optimizers, one or several, as a tuple. Raises `TypeError` or `ValueError` unless they are over parameters of
+    `model` (or of a `loss_fn` that is a module), each in one of them only, and can be stepped by a `TrainStep`."""
     optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
     if not optimizers:
         raise ValueError("the list of optimizers is empty; give at least one")
@@ -69,11 +66,8 @@ def as_optimizers(optimizer: Any, model: nn.Module, loss_fn: Any) -> Optimizers:
 
 
 def as_schedulers(scheduler: Any, optimizers: Optimizers) -> tuple[Any, ...]:
-    """The learning rate schedulers (one, a list of them, or None) as a tuple.
-
-    Raises `TypeError` for another object and for `ReduceLROnPlateau`, and `ValueError` for a scheduler of an optimizer
-    that is not among `optimizers`.
-    """
+    """The learning rate schedulers (one, a list of them, or None) as a tuple. Raises `TypeError` for another object and
+    for `ReduceLROnPlateau`, and `ValueError` for a scheduler of an optimizer that is not among `optimizers`."""
     if scheduler is None:
         return ()
     schedulers = tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
@@ -121,10 +115,8 @@ def norm_limit(value: Any) -> float | None:
 
 
 def with_gradients(optimizers: Optimizers) -> Optimizers:
-    """The optimizers that have a parameter with a gradient.
-
-    Raises `ValueError` if none has one, and for sparse gradients.
-    """
+    """The optimizers that have a parameter with a gradient. Raises `ValueError` if none has one, and for sparse
+    gradients."""
     for parameter in parameters_of(*optimizers):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(

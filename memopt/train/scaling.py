@@ -1,8 +1,6 @@
 """Loss scaling by `torch.amp.GradScaler` for several optimizers, of which all step or none; also used without fp16.
-
-Also `StepResult`, which a call of `TrainStep` returns, and `FollowUp`, which steps the schedulers once it is known
-whether the optimizers have stepped.
-"""
+Also `StepResult`, which a call of `TrainStep` returns, and `FollowUp`, which steps the schedulers once that is
+known."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ from memopt.run.session import session_of
 
 
 class _Verdict:
-    """Whether an effective batch was skipped: a bool on the host, or a tensor (1 for skipped) that is still on a
-    device."""
+    """Whether an effective batch was skipped: a bool on the host, or a tensor (1 for skipped) on a device."""
 
     def __init__(self, skipped: bool | torch.Tensor) -> None:
         self._flag, self._arrived = skipped, None
@@ -85,13 +82,10 @@ class StepResult:
 
 
 class Scaling:
-    """Scales losses, unscales gradients, and steps the optimizers only if all gradients and the loss are finite.
-
-    A given scaler adapts its scale. Without one, a `GradScaler` with the constant scale 1 does the same checks, so that
-    a NaN never reaches the parameters; the numbers are bitwise those without a scaler. The cost is a pass over the
-    gradients and, for optimizers that are not fused, one flag that the host reads from the device in each step; fused
-    ones read it on the device.
-    """
+    """Scales losses, unscales gradients, and steps the optimizers only if all gradients and the loss are finite. A
+    given scaler adapts its scale. Without one, a `GradScaler` with the constant scale 1 does the same checks, and the
+    numbers are bitwise those without a scaler. The cost is a pass over the gradients and, for optimizers that are not
+    fused, one flag that the host reads from the device in each step; fused ones read it on the device."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None, device: torch.device) -> None:
         self.adapts = scaler is not None and scaler.is_enabled()
@@ -106,12 +100,9 @@ class Scaling:
         return self.scaler.scale(torch.ones((), device=device))
 
     def unscale(self, optimizers: Sequence[torch.optim.Optimizer], finite: torch.Tensor) -> torch.Tensor:
-        """Divide the gradients by the scale. Returns a tensor on the device: 1.0 if the step is to be skipped, else
-        0.0.
-
-        It is skipped if `finite` is false (the loss is not finite), or any gradient of any optimizer is not. A
-        `GradScaler` decides for each optimizer alone, but the gradients of all are clipped by one norm, so a NaN in one
-        is in all."""
+        """Divide the gradients by the scale. Returns a tensor on the device: 1.0 if the step is to be skipped, as
+        `finite` is false (the loss is not finite) or any gradient of any optimizer is not, since the gradients of all
+        are clipped by one norm; else 0.0. A `GradScaler` decides for each optimizer alone."""
         self._unscaled = True
         for optimizer in optimizers:
             self.scaler.unscale_(optimizer)
@@ -183,10 +174,7 @@ def check_autocast(autocast: Any, model: nn.Module) -> None:
 
 def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Step the optimizer by the scaler. Returns whether the optimizer's `step` ran, which `GradScaler.step` does not
-    report.
-
-    The `step` of a fused optimizer always runs, and may skip the update inside.
-    """
+    report; that of a fused optimizer always runs, and may skip the update inside."""
     ran: list[bool] = []
     handle = optimizer.register_step_post_hook(lambda *_: ran.append(True))
     try:
@@ -197,10 +185,8 @@ def _runs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> boo
 
 
 class FollowUp:
-    """Steps the schedulers for each effective batch for which the optimizers have stepped. Warns at the first one that
-    was skipped for another reason than the loss scale.
-
-    Where the host does not know yet whether the optimizers were skipped, both are put off until `settle` is called."""
+    """Steps the schedulers for each effective batch for which the optimizers have stepped, and warns at the first one
+    that was skipped for another reason than the loss scale; by `settle`, where the host does not know yet which."""
 
     def __init__(self, schedulers: Sequence[Any], scale_adapts: bool) -> None:
         self.schedulers, self.scale_adapts = schedulers, scale_adapts

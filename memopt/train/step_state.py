@@ -1,22 +1,24 @@
-"""The state of a `TrainStep`: everything that a resumed run needs besides the model's own state."""
+"""The state of a `TrainStep`: everything that a resumed run needs besides the model's own state; and `RunState`, the
+whole state of a run for `torch.distributed.checkpoint`: each rank saves its part, for any number of ranks."""
 
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
+from torch import distributed
 
 from memopt.compat.ddp import unwrapped
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of
+from memopt.optimizers.parameterwise import Parameterwise
 from memopt.random_states import generator_states, set_generators
-from memopt.train.effective_batch import EffectiveBatch
-from memopt.train.scaling import Scaling
+from memopt.train.effective_batch import EffectiveBatch, groups_of
 from passes.ops.fp8_formats import histories_state, load_histories
 
 _HOST, _CARDS = "cpu", "cuda"
@@ -36,10 +38,8 @@ def random_state(devices: Iterable[torch.device]) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], devices: Iterable[torch.device]) -> None:
-    """Set the generators back to what `random_state` returned; its tensors may be on any device.
-
-    Generators of cards that are not among `devices` are left as they are.
-    """
+    """Set the generators back to what `random_state` returned, whose tensors may be on any device; those of cards that
+    are not among `devices` stay as they are."""
     kind, keys, *rest = state["numpy"]
     numpy = (kind, keys.cpu().numpy().astype(np.uint32), *rest)
     host = torch.Generator().set_state(state[_HOST].cpu())
@@ -56,36 +56,23 @@ KEYS = frozenset(
 """The keys that every state has. `"fp8_histories"` is missing in states of versions that did not save them."""
 
 
-class _Stateful(Protocol):
-    """The attributes of a `TrainStep` that make up its state."""
-
-    model: nn.Module
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    schedulers: tuple[Any, ...]
-    scaling: Scaling
-    effective_batch: EffectiveBatch
-    device: torch.device
-    accumulate: int
-    number: int
-
-    @property
-    def parameters(self) -> list[torch.Tensor]: ...
+Step: TypeAlias = Any
+"""A `TrainStep`, whose module imports this one."""
 
 
-def state_of(step: _Stateful) -> StateDict:
+def state_of(step: Step) -> StateDict:
     """The state of a `TrainStep` as plain values and tensors, which are not copied, as in torch's own state dicts."""
-    parameters = step.parameters
     return {
-        **loop_state(step),
+        **_loop_state(step),
         "accumulate": step.accumulate,
         "optimizers": [optimizer.state_dict() for optimizer in step.optimizers],
         "effective_batch": asdict(step.effective_batch),
-        "gradients": [parameter.grad if step.effective_batch.calls else None for parameter in parameters],
-        "generators": generators_of(step),
+        "gradients": [parameter.grad if step.effective_batch.calls else None for parameter in step.parameters],
+        "generators": random_state(_devices_of(step)),
     }
 
 
-def loop_state(step: _Stateful) -> StateDict:
+def _loop_state(step: Step) -> StateDict:
     """The part of a `TrainStep`'s state that is the same on all ranks and belongs to no parameter: the number of steps,
     and the states of schedulers, scaler and fp8 scales."""
     return {
@@ -96,16 +83,14 @@ def loop_state(step: _Stateful) -> StateDict:
     }
 
 
-def generators_of(step: _Stateful) -> StateDict:
-    """The states of the random generators that a step on this rank may use, as `random_state` returns them."""
-    return random_state({parameter.device for parameter in step.parameters})
+def _devices_of(step: Step) -> set[torch.device]:
+    """The devices whose random generators a step on this rank may use."""
+    return {parameter.device for parameter in step.parameters}
 
 
-def restore(step: _Stateful, state: StateDict) -> None:
-    """Set `step` to `state`.
-
-    Raises `ValueError` where the state is damaged, or was saved by a TrainStep with other arguments; `step` is then
-    unchanged."""
+def restore(step: Step, state: StateDict) -> None:
+    """Set `step` to `state`. Raises `ValueError` where the state is damaged, or was saved by a TrainStep with other
+    arguments; `step` is then unchanged."""
     try:
         _check(step, state)
     except (TypeError, KeyError, AttributeError) as failure:
@@ -128,20 +113,8 @@ def _said(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
-def check_loop_state(step: _Stateful, state: StateDict) -> None:
-    """Raise `ValueError` for the state of the loop of a TrainStep with other arguments."""
-    _check_built_alike(step, state, ("schedulers",))
-
-
-def set_loop_state(step: _Stateful, state: StateDict) -> None:
-    """Set the state of the loop to what `loop_state` returned, which `check_loop_state` has accepted; also the random
-    generators, unless `state["generators"]` is None."""
-    _set_loop(step, state)
-    if state["generators"] is not None:
-        set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
-
-
-def _set_loop(step: _Stateful, state: StateDict) -> None:
+def _set_loop_state(step: Step, state: StateDict) -> None:
+    """Set the loop's state to what `_loop_state` returned, which `_check_built_alike` has accepted."""
     load_histories(unwrapped(step.model), state.get("fp8_histories", {}))
     for scheduler, saved in zip(step.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
@@ -150,10 +123,9 @@ def _set_loop(step: _Stateful, state: StateDict) -> None:
     step.number = state["number"]
 
 
-def _set(step: _Stateful, state: StateDict) -> None:
+def _set(step: Step, state: StateDict) -> None:
     for optimizer, saved in zip(step.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    _set_loop(step, state)
     empty = EffectiveBatch.empty(step.device)
     tensors = {
         name: value.to(step.device, empty.tokens.dtype)
@@ -164,10 +136,11 @@ def _set(step: _Stateful, state: StateDict) -> None:
     for parameter, gradient in zip(step.parameters, state["gradients"], strict=True):
         # A copy, since the next backward adds to it.
         parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-    set_random_state(state["generators"], {parameter.device for parameter in step.parameters})
+    _set_loop_state(step, state)
+    set_random_state(state["generators"], _devices_of(step))
 
 
-def _check(step: _Stateful, state: StateDict) -> None:
+def _check(step: Step, state: StateDict) -> None:
     if not isinstance(state, Mapping):
         raise ValueError(_DAMAGED.format(f"it is a {type(state).__name__}"))
     missing = KEYS - state.keys()
@@ -188,15 +161,96 @@ def _check(step: _Stateful, state: StateDict) -> None:
         )
 
 
-def _check_built_alike(step: _Stateful, state: StateDict, lists: Sequence[str]) -> None:
+def _check_built_alike(step: Step, state: StateDict, lists: Sequence[str]) -> None:
     """Raise `ValueError` for a state of a TrainStep with other numbers of the `lists` ("optimizers", "schedulers"), or
     if only one of both has a scaler."""
     for name in lists:
         own = getattr(step, name)
         if len(state[name]) != len(own):
-            raise ValueError(
-                f"the state has {len(state[name])} {name}, this TrainStep {len(own)}; build it with as many"
-            )
+            there = len(state[name])
+            raise ValueError(f"the state has {there} {name}, this TrainStep {len(own)}; build it with as many")
     if (state["scaler"] is not None) != step.scaling.adapts:
         had, has = ("with", "without") if state["scaler"] is not None else ("without", "with")
         raise ValueError(f"the state is of a run {had} a GradScaler, this TrainStep is {has} one; build it {had} one")
+
+
+MODEL, OPTIMIZERS, LOOP = "model", "optimizers", "loop"
+
+
+class RunState:
+    """The state of a `TrainStep` with its model and optimizers, for `torch.distributed.checkpoint`.
+
+    `dcp.save({"run": RunState(step)}, checkpoint_id=folder)` and `dcp.load({"run": RunState(step)},
+    checkpoint_id=folder)`, called on all ranks, save and restore a run under FSDP2, `DistributedDataParallel` or on one
+    device. It may be resumed on another number of ranks, or with another wrapper: parameters and the optimizers' state
+    are stored by the names of parameters. On the same number of ranks each rank's random generators are restored too,
+    and the run is bitwise as if it had never stopped; on another number each rank keeps its current generators.
+
+    Raises `ValueError` if it is saved or loaded within an effective batch, for a state of another run, and for
+    optimizers that levers have wrapped."""
+
+    def __init__(self, step: Step) -> None:
+        if changed := next((one for one in step.optimizers if isinstance(one, Parameterwise)), None):
+            raise ValueError(
+                f"the state of {type(changed).__name__} cannot be divided among ranks; save step.state_dict() and the "
+                "model's on each rank with torch.save, or leave the levers on the optimizer out"
+            )
+        self.step = step
+
+    def state_dict(self) -> StateDict:
+        """The state to save or to load into: model and optimizers, sharded as on the ranks, and the loop's."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict  # it takes a second to import
+
+        if calls := self.step.effective_batch.calls:
+            raise ValueError(
+                f"the run is within an effective batch, after {calls} of {self.step.accumulate} calls: save and load "
+                "after a call whose result is complete"
+            )
+        self.step.settle()
+        model, optimizers = get_state_dict(unwrapped(self.step.model), list(self.step.optimizers))
+        file = io.BytesIO()  # one value, so that the names do not depend on the number of ranks
+        torch.save({**_loop_state(self.step), "generators": self._generators()}, file)
+        return {MODEL: model, OPTIMIZERS: optimizers, LOOP: file.getvalue()}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Set model, optimizers and loop to a state that `torch.distributed.checkpoint` has loaded."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict  # it takes a second to import
+
+        saved = state[LOOP]
+        if not isinstance(saved, bytes):
+            raise ValueError(
+                f"the checkpoint has a {type(saved).__name__} in place of the state of a TrainStep; load one that was "
+                "saved with RunState"
+            )
+        loop = torch.load(io.BytesIO(saved), weights_only=True)
+        generators = loop.pop("generators")
+        _check_built_alike(self.step, loop, ("schedulers",))
+        set_state_dict(
+            unwrapped(self.step.model),
+            list(self.step.optimizers),
+            model_state_dict=state[MODEL],
+            optim_state_dict=state[OPTIMIZERS],
+        )
+        self.step.follow_up.forget()
+        rank, ranks = self._place()
+        _set_loop_state(self.step, loop)
+        if len(generators) == ranks:
+            set_random_state(generators[rank], _devices_of(self.step))
+
+    def _generators(self) -> list[Any]:
+        """The states of the random generators of all ranks."""
+        found: list[Any] = [random_state(_devices_of(self.step))]
+        for group in groups_of(self.step.model):
+            gathered: list[Any] = [None] * distributed.get_world_size(group)
+            distributed.all_gather_object(gathered, found, group=group)
+            found = [one for of_rank in gathered for one in of_rank]
+        return found
+
+    def _place(self) -> tuple[int, int]:
+        """The position of this rank's generators in `_generators`, and the number of ranks."""
+        position, ranks = 0, 1
+        for group in groups_of(self.step.model):
+            size = distributed.get_world_size(group)
+            position += ranks * distributed.get_rank(group)
+            ranks *= size
+        return position, ranks

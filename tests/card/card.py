@@ -12,7 +12,7 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.initialization import no_init_weights
 
-from memopt.compat import card_allocator
+from memopt.compat import card
 
 MB = 1024**2
 STAND_IN = hasattr(ctypes.CDLL(None), "memopt_card_stand_in")
@@ -31,9 +31,9 @@ def forget() -> None:
     """Free what is not referred to, give the memory back to the card, and have torch's allocator use ordinary segments
     again."""
     torch._dynamo.reset()
-    if card_allocator._turned_on:
-        card_allocator._set_settings("expandable_segments:False")
-        card_allocator._turned_on.clear()
+    if card._turned_on:
+        card._set_settings("expandable_segments:False")
+        card._turned_on.clear()
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memopt
-from memopt.compat.card_allocator import expandable_segments
+from memopt.compat.card import expandable_segments
 from memopt.errors import GIB
 from tests.card.card import cap, vision_job
 

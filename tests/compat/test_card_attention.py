@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memopt
-from memopt.compat.card_attention import CardAttention
+from memopt.compat.card import CardAttention
 from memopt.compat.fakes import FakeTensorMode
 
 HEADS, ROWS, WIDTH = 4, 64, 32

@@ -91,17 +91,17 @@ def test_a_newer_torch_is_warned_of_once(monkeypatch):
 
 
 def test_a_name_is_looked_for_in_the_versions_that_have_it(monkeypatch):
-    later = private("torch", "_no_such_name", since=(2, 98))
-    earlier = private("torch", "_no_such_name", until=(2, 10))
+    later = private("torch: _no_such_name [since 2.98]")
+    earlier = private("torch: _no_such_name [until 2.10]")
     declared(monkeypatch, *later, *earlier)
     check()
-    declared(monkeypatch, *private("torch", "_no_such_name", since=(2, 11), until=(2, 98)))
+    declared(monkeypatch, *private("torch: _no_such_name [since 2.11, until 2.98]"))
     with pytest.raises(TorchNamesError, match="_no_such_name"):
         check()
 
 
 def test_what_is_not_imported_yet_is_checked_later(monkeypatch):
-    declared(monkeypatch, *private("torch._not_imported_yet", "_no_such_name"))
+    declared(monkeypatch, *private("torch._not_imported_yet: _no_such_name"))
     check()
     monkeypatch.setitem(sys.modules, "torch._not_imported_yet", torch)
     with pytest.raises(TorchNamesError, match="_not_imported_yet"):
@@ -109,7 +109,7 @@ def test_what_is_not_imported_yet_is_checked_later(monkeypatch):
 
 
 def test_attributes_of_instances_are_found_in_the_class(monkeypatch):
-    declared(monkeypatch, *private("torch.nn", "Module._buffers", "Module._no_such_attribute", needed=False))
+    declared(monkeypatch, *private("torch.nn: Module._buffers? ._no_such_attribute?"))
     with pytest.warns(UserWarning, match="_no_such_attribute") as told:
         check()
     assert "_buffers" not in str(told[0].message)

@@ -21,7 +21,6 @@ from memopt.device.workspace import (
     call_workspace_bytes,
     estimate_workspace,
     measure_workspaces,
-    workspace_bytes,
 )
 from memopt.meter import measure_peak
 
@@ -209,13 +208,13 @@ def test_flash_attentions_backward_on_cuda_holds_fp32_gradients() -> None:
     query = torch.randn(2, 4, 128, 64, dtype=torch.bfloat16)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     joint = with_gradients(lambda q: F.scaled_dot_product_attention(q, q, q))
-    assert workspace_bytes(node_of(joint, query, op=backward), "cuda") >= query.numel() * 4
+    assert call_workspace_bytes(op_call(node_of(joint, query, op=backward)), "cuda") >= query.numel() * 4
 
 
 def test_a_matmul_on_cuda_holds_nothing_of_its_own() -> None:
     node = node_of(torch.mm, torch.randn(8, 8), torch.randn(8, 8), op=aten.mm.default)
-    assert workspace_bytes(node, "cuda") == 0
-    assert workspace_bytes(node, "cpu") == 0
+    assert call_workspace_bytes(op_call(node), "cuda") == 0
+    assert call_workspace_bytes(op_call(node), "cpu") == 0
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -229,7 +228,7 @@ def test_a_kernel_is_measured_with_the_threads_that_it_will_run_with(threads: in
         column @ row  # what is made once
         with measure_peak("cpu") as peak:
             product = column @ row
-        assert workspace_bytes(node, "cpu") == peak.allocated_bytes - product.nbytes
+        assert call_workspace_bytes(op_call(node), "cpu") == peak.allocated_bytes - product.nbytes
     finally:
         torch.set_num_threads(before)
 

@@ -14,7 +14,7 @@ from memopt.account.account import Account
 from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, replay, replay_with_spare, step_calls
 from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError
-from memopt.compat.card_allocator import expandable_segments
+from memopt.compat.card import expandable_segments
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import GIB, BudgetError, as_text_has_it, round_up
 from memopt.levers.expandable_segments import may_expand

@@ -120,7 +120,7 @@ def test_modules_of_torch_that_a_thread_imports_are_checked_later(monkeypatch: p
     monkeypatch.setitem(sys.modules, half.__name__, half)
     monkeypatch.setattr(check, "_checked", set())
     monkeypatch.setattr(check, "_known", [0])
-    monkeypatch.setattr("memopt.compat.dynamo.PRIVATE_NAMES", (*private(half.__name__, "name"),))
+    monkeypatch.setattr("memopt.compat.dynamo.PRIVATE_NAMES", (*private(f"{half.__name__}: name"),))
     check.check()
     monkeypatch.setattr(half.__spec__, "_initializing", False)
     monkeypatch.setattr(check, "_known", [0])
