@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.between import CROSSED, Between, CrossedByDerivative, EagerCodeTooLargeError, Passed, stand_in
+from memopt.capture.between import (
+    CROSSED,
+    Between,
+    CrossedByDerivative,
+    EagerCodeBytes,
+    EagerCodeTooLargeError,
+    Passed,
+    stand_in,
+)
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import Observed, is_real, observing
 from memopt.capture.derivatives import forward_of
@@ -67,14 +75,6 @@ class DryRun:
         self._inner: list[InnerOutputs] = []
         self._hooks: list[dict[int, Any]] = []
         """The tables of the hooks that the model's code adds to outputs."""
-        self.held_bytes = 0
-        """The bytes that eager code holds after the forward."""
-        self.returned_bytes = 0
-        """The bytes of the call's outputs."""
-        self.returning_bytes = 0
-        """The most bytes that eager code holds between the last run of a region and the end of the forward."""
-        self.eager: set[int] = set()
-        """The `id`s of the parameters that get gradients from operators between regions."""
 
     def run(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run a region on its inputs and return its outputs. The run is recorded if an output requires a gradient."""
@@ -115,43 +115,39 @@ class DryRun:
         for table in self._hooks:
             table.clear()
 
-    def captured(self, reason: str) -> CapturedCall:
-        """The captured call, once `differentiate` has run. `reason` says why the call is not one region."""
-        around = zip(self.runs, self.between.runs, self._values, strict=True)
-        runs = (replace(run, eager=eager, passed=values.passed()) for run, eager, values in around)
-        return CapturedCall(
-            tuple(runs),
-            reason,
-            held_bytes=self.held_bytes,
-            after_bytes=self.between.peak_bytes,
-            returned_bytes=self.returned_bytes,
-            returning_bytes=self.returning_bytes,
-            eager=frozenset(self.eager),
-        )
-
-    def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
-        """Run the backward from the call's outputs to `parameters`, to count what eager code holds meanwhile. Sets
-        `held_bytes`, `returned_bytes`, `returning_bytes` and `eager`. No `.grad` changes and no hook on a parameter's
-        gradient runs, except that FSDP2 sets `.grad` of gathered parameters."""
+    def captured(self, outputs: Any, parameters: Iterable[torch.Tensor], reason: str) -> CapturedCall:
+        """The captured call, which has returned `outputs`; `reason` says why it is not one region. Runs the backward
+        from them to `parameters`, to count what eager code holds meanwhile. No `.grad` changes and no hook on a
+        parameter's gradient runs, except that FSDP2 sets `.grad` of gathered parameters."""
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-        roots = [tensor for tensor in tensors if tensor.requires_grad]
-        scalars = [root for root in roots if root.dim() == 0] or roots
         self.between.raise_peak(0)
-        self.held_bytes, self.returned_bytes = self.between.live_bytes, _known_bytes(tensors)
-        self.returning_bytes = self.between.peak_bytes
+        held, returning = self.between.live_bytes, self.between.peak_bytes
         for values in self._values:
             values.forward_is_over()
+        eager = self._differentiate(tensors, [one for one in parameters if one.requires_grad])
+        around = zip(self.runs, self.between.runs, self._values, strict=True)
+        return CapturedCall(
+            tuple(replace(run, eager=bytes_around, passed=values.passed()) for run, bytes_around, values in around),
+            reason,
+            EagerCodeBytes(before=self.between.peak_bytes, during=held, before_backward=returning),
+            returned_bytes=_known_bytes(tensors),
+            eager=eager,
+        )
+
+    def _differentiate(self, outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Run the backward; returns the `id`s of the parameters that get gradients from operators between regions."""
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        scalars = [root for root in roots if root.dim() == 0] or roots
         with self.between.planned():
             gradients = [torch.ones_like(scalar) for scalar in scalars]
-        differentiable = [parameter for parameter in parameters if parameter.requires_grad]
         if self.between.gathered:
             torch.autograd.backward(scalars, gradients)
-            self.eager |= {id(parameter) for parameter in differentiable if parameter.grad is not None}
-        elif differentiable:
-            found = torch.autograd.grad(scalars, differentiable, gradients, allow_unused=True)
-            known = self.real_ids or {}
-            pairs = zip(differentiable, found, strict=True)
-            self.eager |= {known.get(id(one), id(one)) for one, gradient in pairs if gradient is not None}
+            return frozenset(id(parameter) for parameter in parameters if parameter.grad is not None)
+        if not parameters:
+            return frozenset()
+        pairs = zip(parameters, torch.autograd.grad(scalars, parameters, gradients, allow_unused=True), strict=True)
+        known = self.real_ids or {}
+        return frozenset(known.get(id(one), id(one)) for one, gradient in pairs if gradient is not None)
 
 
 @dataclass
@@ -231,8 +227,7 @@ def record_dry_run(
         with own[0], own[1], mode or nullcontext(), dry_run.between:
             outputs = run()
             in_forward = False
-            dry_run.differentiate(outputs, parameters)
-            captured = dry_run.captured(reason) if dry_run.runs else None
+            captured = dry_run.captured(outputs, parameters, reason)
             del outputs  # held until here, as the caller may hold them to the step's end
     except Exception as failure:
         known = isinstance(failure, (DynamoError, CrossedByDerivative, GraphBreak))
@@ -240,19 +235,15 @@ def record_dry_run(
         if mode is None and not known and (in_forward or too_large):
             raise
         error = in_brief_with_line(failure)
-        where = (
-            "running the rest of the forward on fake tensors failed"
-            if mode
-            else "running the rest of the forward failed"
-        )
-        reasons = reason if error == reason or str(failure) == reason else f"{reason}; {where}: {error}"
+        where = "running the rest of the forward on fake tensors" if mode else "running the rest of the forward"
+        reasons = reason if error == reason or str(failure) == reason else f"{reason}; {where} failed: {error}"
         if isinstance(failure, CrossedByDerivative):
             reasons = f"{reason}, and it {failure}"
         raise CaptureError(cannot_capture(model, reasons)) from failure
     finally:
         dry_run.remove_hooks()
-    if captured is None:
-        raise CaptureError(cannot_capture(model, reason, NOTHING_CAPTURED))
+    if not captured.runs:
+        raise CaptureError(cannot_capture(model, reason, _NOTHING_CAPTURED))
     return captured
 
 
@@ -306,7 +297,7 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-NOTHING_CAPTURED = (
+_NOTHING_CAPTURED = (
     ", and torch.compile captures nothing of a function with such a line in a loop: move the loop into its own function"
 )
 RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unplanned"

@@ -42,8 +42,7 @@ def training_call(
     """The function to capture: the model's own call with its hooks, or the loss as `loss_call` computes it. `floats` is
     as for `loss_call`.
 
-    The function has a code object of its own, because Dynamo keeps and counts compilations by code object.
-    """
+    The function has a code object of its own, because Dynamo keeps and counts compilations by code object."""
     call = loss_call(model, loss_fn, floats, plain_call(model))  # by now, calling the model enters memopt
     if takes_model(loss_fn):
         call.around = partial(called_plainly, model)

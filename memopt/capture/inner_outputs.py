@@ -56,8 +56,7 @@ def run_from(
     results, and that leaf, by which the results computed from it can be differentiated.
 
     If the graph writes to that result in place (`is_written`), the second value is the result itself, not a leaf; then
-    the tensors in `arguments` must require gradients as in the plain model.
-    """
+    the tensors in `arguments` must require gradients as in the plain model."""
     if is_written(graph_module, position):
         outputs = graph_module(*arguments)
         return outputs, outputs[position]
@@ -95,7 +94,7 @@ class TensorKind(NamedTuple):
     device: torch.device
 
 
-class GradientSource(Protocol):
+class _GradientSource(Protocol):
     """Computes the gradients of inner outputs, those from which a region computes other outputs."""
 
     def gradient_by(
@@ -116,10 +115,9 @@ class InnerOutputs:
     """The inner outputs (from which the region computes other outputs) of a forward that waits for its backward.
 
     To autograd, the outputs of a region do not depend on each other. The hooks of an inner output are therefore called
-    when a backward reaches the outputs' autograd nodes, once it is known for which outputs gradients arrive.
-    """
+    when a backward reaches the outputs' autograd nodes, once it is known for which outputs gradients arrive."""
 
-    def __init__(self, outputs: Sequence[Any], feeds: Mapping[int, frozenset[int]], source: GradientSource) -> None:
+    def __init__(self, outputs: Sequence[Any], feeds: Mapping[int, frozenset[int]], source: _GradientSource) -> None:
         """`outputs` are those that the caller gets, `feeds` is the result of `feeding`; `source` computes gradients."""
         self.source = source
         self._ends = {
@@ -141,11 +139,8 @@ class InnerOutputs:
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
         """Called when a backward begins from `starts`, tensors or edges, that has to compute the gradients of `inputs`.
-
-        An inner output is one from which the planned forward computes other outputs; autograd does not see this, since
-        all outputs come from one node. For each inner output among `inputs`, the dict returned has, by its index in
-        `inputs`, the part of its gradient that comes through those other outputs, which autograd is to add. `order` and
-        `frees` (see `Watcher`) are not used."""
+        For each inner output among `inputs`, the dict returned has, by its index in `inputs`, the part of its gradient
+        that comes through other outputs, which autograd is to add. `order` and `frees` (see `Watcher`) are not used."""
         additions = {}
         self._asked.clear()
         for inner in self._inner.values():
@@ -241,8 +236,7 @@ class _Inner:
         of it that comes from the caller's use of this output, not through others that the model computes from it; None
         for no such part.
 
-        Raises `UnplannedGradientError` where a hook changes the gradient, as the backward has gone on without it.
-        """
+        Raises `UnplannedGradientError` where a hook changes the gradient, as the backward has gone on without it."""
         for hook in self.hooks.own:
             version, result = gradient._version, hook(gradient)
             if not (result is None or result is gradient) or gradient._version != version:

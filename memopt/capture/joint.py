@@ -76,11 +76,6 @@ class JointGraph:
         return self.places[number] if self.places else number
 
     @property
-    def gradients(self) -> int:
-        """The number of inputs that get a gradient from this graph."""
-        return len(self.inputs_with_gradients)
-
-    @property
     def inputs_with_gradients(self) -> frozenset[int]:
         """The numbers of the region's inputs that get a gradient from this graph."""
         gradients = graph_results(self.module.graph)[self.forward_outputs :]
@@ -139,7 +134,6 @@ class JointGraph:
         fused: bool = False,
         reinplace: bool = False,
         released: frozenset[int] = frozenset(),
-        trace: Any = None,
     ) -> JointGraph:
         """The joint graph that AOTAutograd gives to a partitioner, in canonical form (`passes.canonicalize`), after the
         passes that `decide` returns.
@@ -156,7 +150,7 @@ class JointGraph:
             module, last = passed.stages[-1], (*CANONICAL.passes, *last)
         module = Pipeline(last)(module)
         reuses = find_reuses(module, backward_nodes(module.graph)) if reinplace and not fused else ()
-        return cls(module, forward_outputs, parameter_inputs, operators, passed, fused, reuses, released, trace)
+        return cls(module, forward_outputs, parameter_inputs, operators, passed, fused, reuses, released)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -126,12 +126,6 @@ class Group:
     forward: Piece | None
     """Computes them by a second run of the forward; None where that would change state, as running statistics."""
 
-    @cached_property
-    def is_static(self) -> bool:
-        """Whether the shapes and strides of the group's outputs are numbers, without symbols."""
-        sizes = (number for example in self.examples for number in (*example.shape, *example.stride()))
-        return all(isinstance(number, int) for number in sizes)
-
 
 @dataclass(frozen=True, eq=False)
 class DeferredOutputs:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from memopt.capture.data_sizes import guard_sizes
@@ -24,8 +23,7 @@ def emit_plan(plan: Plan, accumulation: Accumulation) -> tuple[Emitted, ...]:
     """The regions of a planned call as functions, in the order of the forward.
 
     `accumulation` says, in each backward, how gradients reach `.grad`. Raises `CaptureError` where inductor fails to
-    compile a region.
-    """
+    compile a region."""
     captured = plan.captured
     assert captured is not None, "a plan loaded from a file has no graphs to make functions from: plan the call again"
     return tuple(
@@ -64,8 +62,7 @@ def emit_region(
     allocator for CUDA holds at most `limit_bytes`.
 
     The forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`, which maps
-    symbols to sizes.
-    """
+    symbols to sizes."""
 
     exchanges = 0
 
@@ -103,46 +100,28 @@ def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> 
 
     Call it within `joint.trace.active()`."""
 
-    versions = _Versions(joint.statistics)
-
     def forward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return versions.kept_by(boxed(module))
+        return keeping_versions(boxed(module), sorted(map(joint.place_of, joint.statistics)))
 
     def backward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return telling(withholding(boxed(module), joint), accumulation)
 
-    return Emitted(versions.noted_by(joint.trace.aot.compile(cut, forward, backward)))
+    return Emitted(joint.trace.aot.compile(cut, forward, backward))
 
 
-class _Versions:
-    """Sets the version counters (`Tensor._version`) of the region's inputs at the positions `numbers` back after its
-    forward. These are running statistics of batch norms: eager kernels write to them without raising the counter.
-    AOTAutograd raises it at each write; after a second forward, autograd would then refuse the backward of the first,
-    which saved them."""
+def keeping_versions(forward: Callable[[list[Any]], Any], numbers: Sequence[int]) -> Callable[[list[Any]], Any]:
+    """A function that runs a region's `forward` and then sets the version counters (`Tensor._version`) of its arguments
+    at the positions `numbers` back, before autograd saves any. These are running statistics of batch norms: eager
+    kernels write to them without raising the counter. The graph raises it at each write; after a second forward,
+    autograd would then refuse the backward of the first, which saved them."""
+    if not numbers:
+        return forward
 
-    def __init__(self, numbers: Collection[int]) -> None:
-        self._numbers = sorted(numbers)
-        self._before: list[tuple[torch.Tensor, int]] = []
+    def keeping(arguments: list[Any]) -> Any:
+        written = [arguments[number] for number in numbers]
+        versions = [tensor._version for tensor in written]
+        results = forward(arguments)
+        set_versions(written, versions)
+        return results
 
-    def noted_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, the function of a region, which first notes the counters of these inputs."""
-
-        def noting(*inputs: Any) -> Any:
-            self._before = [(inputs[number], inputs[number]._version) for number in self._numbers]
-            try:
-                return run(*inputs)
-            finally:
-                self._before = []
-
-        return noting if self._numbers else run
-
-    def kept_by(self, forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """`forward`, the region's forward, which at its end sets the counters back to those noted, before autograd
-        saves any input."""
-
-        def keeping(arguments: list[Any]) -> Any:
-            results = forward(arguments)
-            set_versions(*zip(*self._before, strict=True))
-            return results
-
-        return mark_boxed(keeping) if self._numbers else forward
+    return mark_boxed(keeping)

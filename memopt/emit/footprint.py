@@ -180,10 +180,11 @@ def _load(source: str) -> Callable[[list[Any]], Sequence[Any]]:
     """The function `call` that the source defines, with kernels that do nothing."""
     module = ast.parse(source)
     module.body = [kept for statement in module.body if (kept := _without_kernel(statement)) is not None]
-    names: dict[str, Any] = {"__name__": "memopt_dry_run", "_no_kernel": _NoKernel()}
+    nothing = _Nothing()
+    names: dict[str, Any] = {"__name__": "memopt_dry_run", "_no_kernel": nothing}
     exec(compile(ast.fix_missing_locations(module), "<inductor>", "exec"), names)
     names |= {f"empty_strided_{device}": _allocator(device) for device in DEVICES}
-    names.update(reinterpret_tensor=_reinterpret, assert_size_stride=_nothing, assert_alignment=_nothing)
+    names.update(reinterpret_tensor=_reinterpret, assert_size_stride=nothing, assert_alignment=nothing)
     return names["call"]
 
 
@@ -198,14 +199,13 @@ def _without_kernel(statement: ast.stmt) -> ast.stmt | None:
     return None
 
 
-class _NoKernel:
-    """Stands in for a compiled C++ or Triton kernel."""
+class _Nothing:
+    """Stands in for a compiled C++ or Triton kernel, or an assertion: does nothing."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def run(self, *_: Any, **__: Any) -> None:
-        pass
+    run = __call__
 
 
 def _allocator(device: str) -> Callable[..., torch.Tensor]:
@@ -217,7 +217,3 @@ def _allocator(device: str) -> Callable[..., torch.Tensor]:
 
 def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass

@@ -8,8 +8,7 @@ import hashlib
 import threading
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,8 +106,8 @@ class _Halves:
         run = compiled if self.limit_bytes is None else _timed_within(compiled, self.limit_bytes)
         if is_backward:
             self.backward = half
-            taking = withholding(_taking_gradients(run, self.handing), self.joint)
-            return _boxed(telling(taking, self.accumulation))
+            taking = run if self.handing is None else self.handing.taking(run)
+            return _boxed(telling(withholding(taking, self.joint), self.accumulation))
         self.forward = half
         return _boxed(run)
 
@@ -154,19 +153,6 @@ def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Cal
     return run
 
 
-def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: _Handing | None) -> Callable[[list[Any]], Any]:
-    """A compiled backward whose gradients go to the modules of `handing` as soon as each is computed."""
-    if handing is None or not handing.modules:
-        return compiled
-
-    def run(arguments: list[Any]) -> Any:
-        with handing.active() as returned:
-            computed = compiled(arguments)
-            return handing.results(computed, returned)
-
-    return run
-
-
 def _boxed(compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """A compiled half as a function that takes its inputs in one list, run without autocast."""
 
@@ -197,8 +183,7 @@ def keep_products_early(half: fx.GraphModule) -> None:
 
     Inductor would replace both by one `addmm` in the position of the add, which keeps both operands of the product
     alive until then: for the gradient of a weight that is used twice, through the whole backward. It looks for an add
-    that reads a product directly, so here the add reads the product through two views, which cost nothing.
-    """
+    that reads a product directly, so here the add reads the product through two views, which cost nothing."""
     place = {node: number for number, node in enumerate(half.graph.nodes)}
     barriers = [place[node] for node in half.graph.nodes if _is_barrier(node)]
     for add in half.graph.find_nodes(op="call_function", target=aten.add.Tensor):
@@ -214,8 +199,7 @@ def hold_values(half: fx.GraphModule, inputs: Collection[str]) -> None:
 
     Inductor computes an elementwise value of few arguments anew in each kernel that reads it, and holds the arguments
     until the last of these kernels. If a branch of the model reads the sum of two gradients late, for example, both
-    gradients are held until then instead of their sum.
-    """
+    gradients are held until then instead of their sum."""
     for node in values_to_hold(half.graph, inputs):
         with half.graph.inserting_after(node):
             held = half.graph.call_function(hold, (node,))
@@ -322,23 +306,23 @@ class _Handing:
         assert isinstance(module, AccumulateGradient)
         self.modules.append(module)
 
-    @contextmanager
-    def active(self) -> Iterator[dict[int, Tensor]]:
-        """Context in which the backward runs; yields a dict from module number to the gradient that the module
-        returned."""
-        before = _running.takers, _running.returned
-        # Asked here, because autograd does not know its current node inside an operator.
-        takers = [functools.partial(module, receiver=module.receiver()) for module in self.modules]
-        _running.takers, _running.returned = takers, {}
-        try:
-            yield _running.returned
-        finally:
-            _running.takers, _running.returned = before
+    def taking(self, backward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """A function that runs the compiled `backward`, whose gradients go to the modules as soon as each is computed;
+        None takes the place of a gradient that a module took."""
 
-    def results(self, computed: Sequence[Tensor | None], returned: dict[int, Tensor]) -> list[Tensor | None]:
-        """The results for autograd of a backward that returned `computed`: None for a gradient that a module took."""
-        pairs = zip(self.numbers, computed, strict=True)
-        return [returned.get(number) if number >= 0 else result for number, result in pairs]
+        def run(arguments: list[Any]) -> list[Tensor | None]:
+            before = _running.takers, _running.returned
+            # Asked here, because autograd does not know its current node inside an operator.
+            takers = [functools.partial(module, receiver=module.receiver()) for module in self.modules]
+            returned: dict[int, Tensor] = {}
+            _running.takers, _running.returned = takers, returned
+            try:
+                pairs = zip(self.numbers, backward(arguments), strict=True)
+                return [returned.get(number) if number >= 0 else result for number, result in pairs]
+            finally:
+                _running.takers, _running.returned = before
+
+        return run if self.modules else backward
 
 
 def _number(result: object) -> int:

@@ -35,9 +35,9 @@ class Choice:
 @dataclass(frozen=True)
 class PrecisionPlan:
     """The dtype chosen for each operator, by name of its node; nodes without a choice follow their input. `low` is the
-    16-bit dtype, None where everything stays in fp32."""
+    16-bit dtype."""
 
-    low: torch.dtype | None
+    low: torch.dtype
     choices: Mapping[str, Choice] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -63,13 +63,6 @@ class PrecisionPlan:
         counts = Counter(dtype_name(choice.dtype) for choice in self.choices.values())
         (most, times), *others = counts.most_common() or [("fp32", 0)]
         return ", ".join([f"{times} ops in {most}", *(f"{number} in {name}" for name, number in others)])
-
-    def __str__(self) -> str:
-        if self.low is None:
-            return "precision: fp32"
-        counts = Counter((dtype_name(choice.dtype), choice.reason) for choice in self.choices.values())
-        rows = [f"  {count:5} ops in {dtype}: {reason}" for (dtype, reason), count in counts.most_common()]
-        return "\n".join([f"precision: {dtype_name(self.low)}", *rows, *(f"  {note}" for note in self.notes)])
 
 
 NAMES = {

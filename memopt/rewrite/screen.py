@@ -38,8 +38,7 @@ class Range:
     """The range of a value on the sample batch: least and largest finite element, and the share that fp16 loses.
 
     `lost` is the share of nonzero elements that fp16 rounds to zero although they matter: they are larger than the
-    rounding error of the largest element in their row (the last dimension).
-    """
+    rounding error of the largest element in their row (the last dimension)."""
 
     low: float = 0.0
     high: float = 0.0
@@ -64,8 +63,7 @@ Ranges: TypeAlias = Mapping[str, Range]
 class Screening(fx.Interpreter):
     """Runs an operator graph on real values, unchanged, and records the range of every value.
 
-    It runs without gradients and frees each value after its last use. Writes of the graph to its inputs take effect.
-    """
+    It runs without gradients and frees each value after its last use. Writes of the graph to its inputs take effect."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -165,8 +163,7 @@ def kept_out(module: fx.GraphModule, ranges: Ranges, decide: Callable[[KeptOut],
     """Returns the operators that must not compute in fp16, each with the reason, since their values leave fp16's range.
 
     `ranges` has the range of each value on sample data. `decide` returns the plan of dtypes when given operators are
-    kept out of fp16; it is called again, with more of them, until no fp16 value of its plan leaves the range.
-    """
+    kept out of fp16; it is called again, with more of them, until no fp16 value of its plan leaves the range."""
     kept: dict[str, str] = {}
     while True:
         choices = decide(tuple(kept.items())).choices

@@ -13,16 +13,20 @@ from torch import fx, nn
 
 from memopt.account.account import distinct_bytes
 from memopt.account.eager_bytes import EagerBytes
-from memopt.capture.author_modes import CallerModes
+from memopt.capture.author_modes import CallerModes, Untraceable
+from memopt.capture.between import Between, stand_in
 from memopt.capture.data_sizes import is_real, new_symbols
-from memopt.capture.dynamo import in_brief
+from memopt.capture.derivatives import forward_of
+from memopt.capture.dynamo import CallStopped, GraphBreak, compile_call, in_brief, training_call
 from memopt.capture.inputs import Call, call_signature, tensors_in
 from memopt.capture.operators import Decide, OperatorGraph, Rewriting
-from memopt.capture.sample import run_sample
+from memopt.capture.region import RecordedRegion
 from memopt.compat.operators import plain_tensors
 from memopt.rewrite.policy import PrecisionPlan
 from memopt.rewrite.screen import KeptOut, Range, Ranges, Screening, kept_out, looking_bytes
 from memopt.rewrite.trace import rewrite
+from memopt.saved_values import values_restored
+from memopt.training_state import containers_restored, undone
 from memopt.units import size
 from passes import format_graph
 from passes.graphs.graph_text import format_node
@@ -74,9 +78,9 @@ class Screenings:
         self._looked.add(signature)
         others = [takewhile(self._is_not_of, rewriting.deciders) for rewriting in rewritings]
         befores = list(dict.fromkeys(map(tuple, others)))
-        look = _Look(befores, room_bytes, [*model.buffers(), *tensors_in(call)])
+        look = _Look(befores, rewritings[0].planned_for, room_bytes, [*model.buffers(), *tensors_in(call)])
         try:
-            run_sample(model, call, loss_fn, look, rewritings[0], differentiate_all=differentiate_all)
+            look.run_forward(model, call, loss_fn, differentiate_all=differentiate_all)
         except _NotRun as reason:
             self._why_not = str(reason)
         except Exception as failure:  # planning the model reports what is wrong with it
@@ -117,15 +121,61 @@ class _Look:
     """Runs the operator graphs of a sample batch, as several rewritings leave them; records ranges of values."""
 
     def __init__(
-        self, befores: Sequence[tuple[Decide, ...]], room_bytes: int | None, known: Collection[torch.Tensor]
+        self,
+        befores: Sequence[tuple[Decide, ...]],
+        planned_for: str,
+        room_bytes: int | None,
+        known: Collection[torch.Tensor],
     ) -> None:
-        self.befores, self.room_bytes, self.known = befores, room_bytes, {id(tensor) for tensor in known}
+        self.befores, self.planned_for, self.room_bytes = befores, planned_for, room_bytes
+        self.known = {id(tensor) for tensor in known}
         self.found: dict[str, dict[str, Range]] = {}
         self.modules: dict[str, fx.GraphModule] = {}
         self.why_not = ""
         """Why a graph was not run; "" if all were."""
 
-    def __call__(self, graph: OperatorGraph, inputs: Sequence[Any]) -> Any:
+    def run_forward(
+        self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None, *, differentiate_all: bool
+    ) -> None:
+        """Run the forward of a training call without gradients, each region that has an operator graph by this graph.
+
+        The operator graphs are those that planning captures for the same call; other code runs as it is. Buffers,
+        random generators, inputs and module attributes are restored afterwards. Raises what the model raises, and
+        `CaptureError` where the forward cannot be captured."""
+
+        def whole(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            if run := self._runner(graph_module, inputs, differentiate_all=differentiate_all):
+                run(*inputs)
+            raise CallStopped  # the rest of the model's Python code does not run
+
+        def region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            run = self._runner(graph_module, inputs, differentiate_all=True) or forward_of(graph_module)
+            return lambda *given: stand_in(graph_module, run, Between(), 0, given)
+
+        args, kwargs = call
+        with undone(model), values_restored(tensors_in(call)), containers_restored(call):
+            try:
+                compile_call(training_call(model, loss_fn), whole, whole=True)(*args, **kwargs)
+            except CallStopped:
+                return
+            except GraphBreak:
+                pass
+            compile_call(training_call(model, loss_fn), region, whole=False)(*args, **kwargs)
+
+    def _runner(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], *, differentiate_all: bool
+    ) -> Callable[..., Any] | None:
+        """A function that runs a region's operator graph; None where it has none."""
+        region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all)
+        if not torch.is_grad_enabled():
+            return None
+        try:
+            graph = region.operator_graph(self.planned_for)
+        except Untraceable:
+            return None
+        return lambda *given: self._run_region(graph, given)
+
+    def _run_region(self, graph: OperatorGraph, inputs: Sequence[Any]) -> Any:
         modules = [rewrite(graph, before).stages[-1] for before in self.befores]
         results, ran = None, False
         for text, module in {_fingerprint(module): module for module in modules}.items():

@@ -16,8 +16,9 @@ from memopt.capture.operators import OperatorGraph
 from memopt.device.devices import hardware
 from memopt.errors import GIB
 from memopt.levers import precision_rewriting
-from memopt.rewrite import AssignPrecision, PrecisionPlan, Rules, low_dtype
+from memopt.rewrite.assign import AssignPrecision
 from memopt.rewrite.op_prices import OpPrices
+from memopt.rewrite.policy import PrecisionPlan, Rules, low_dtype
 from memopt.rewrite.search import SearchPrecision, differentiated, influence
 from tests.passes.capture import Sketch, aten
 
