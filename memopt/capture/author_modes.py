@@ -231,9 +231,8 @@ class CallerModes:
         with ExitStack() as blocks:
             for device in DEVICES:
                 if present.cached != self.cached or wanted.get(device) != given.get(device):
-                    on = device in wanted
-                    dtype = wanted.get(device)
-                    blocks.enter_context(torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=self.cached))
+                    how: Any = {"dtype": wanted.get(device), "enabled": device in wanted}
+                    blocks.enter_context(torch.autocast(device, **how, cache_enabled=self.cached))
             if self.within and not autocast_blocks():
                 blocks.enter_context(torch.autocast(HOST.type, enabled=False))
             if self.attention != present.attention:

@@ -105,9 +105,8 @@ class DryRun:
             for run, earlier in enumerate(self._values)
             for position, storage in earlier.held(number)
         }
-        tensors = ((at, value) for at, value in enumerate(inputs) if _has_memory(value))
-        found = ((at, made.get(id(value.untyped_storage()))) for at, value in tensors)
-        return {at: place for at, place in found if place is not None}
+        storages = {at: id(value.untyped_storage()) for at, value in enumerate(inputs) if _has_memory(value)}
+        return {at: made[storage] for at, storage in storages.items() if storage in made}
 
     def remove_hooks(self) -> None:
         """Remove the hooks that the model's code has added to outputs of regions: one that refers to another output of

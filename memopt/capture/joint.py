@@ -226,21 +226,19 @@ class JointGraph:
             return frozenset()
         storages = find_storages(self.module.graph, reuses=self.reuses)
         results = graph_results(self.module.graph)
-        nodes = [result if isinstance(result, fx.Node) else None for result in results]
         backward = backward_nodes(self.module.graph)
-        users = Counter(block for node in nodes if node is not None for block in storages.of.get(node, ()))
-
-        def is_own(position: int) -> bool:
-            node = nodes[position]
-            assert node is not None
-            blocks = storages.of.get(node, ())
+        nodes = (result for result in results if isinstance(result, fx.Node))
+        users = Counter(block for node in nodes for block in storages.of.get(node, ()))
+        own: set[int] = set()
+        for position in self.parameter_gradients:
+            blocks = storages.of.get(results[position], ())
             if len(blocks) != 1 or users[blocks[0]] != 1:
-                return False
+                continue
             maker = storages.blocks[blocks[0]].maker
-            made_here = maker in backward and maker.op != "placeholder"
-            return made_here and storages.bytes[blocks[0]] == node.meta["val"].nbytes
-
-        return frozenset(filter(is_own, self.parameter_gradients))
+            whole = storages.bytes[blocks[0]] == results[position].meta["val"].nbytes
+            if whole and maker in backward and maker.op != "placeholder":
+                own.add(position)
+        return frozenset(own)
 
     @cached_property
     def ends_before_loss(self) -> bool:

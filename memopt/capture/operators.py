@@ -32,7 +32,6 @@ class OperatorGraph:
     module: fx.GraphModule = field(repr=False)
     parameter_inputs: frozenset[int]
     """The inputs, numbered from 0, that are parameters."""
-    notes: tuple[str, ...] = ()
     author_typed: frozenset[str] = frozenset()
     """Names of the nodes inside `torch.autocast` blocks that the model itself opens. Their dtypes are the author's
     choice, also in blocks that disable autocast."""
@@ -125,11 +124,6 @@ class Operators:
         return frozenset(name for decision in self.decisions for name in decision.exact)
 
     @property
-    def pipeline(self) -> Pipeline:
-        """All passes that ran, as one pipeline."""
-        return Pipeline(tuple(decision.pipeline for decision in self.decisions))
-
-    @property
     def unmatched(self) -> frozenset[str]:
         """The user's precision rules that match nothing in this region."""
         return frozenset(rule for decision in self.decisions for rule in decision.unmatched)
@@ -146,26 +140,21 @@ class Operators:
                 yield tuple(step), decision.reasons, self.stages[start], self.stages[start + len(step)]
                 start += len(step)
 
-    def reasons(self, name: str) -> Mapping[str, str]:
-        """Why nodes change, by the node's name, from all decisions that contain a pass or pipeline called `name`; empty
-        where there is none."""
-        named = [
-            decision
-            for decision in self.decisions
-            if any(name in names for names in _names(Pipeline((decision.pipeline,))))
-        ]
-        return {node: reason for decision in named for node, reason in decision.reasons.items()}
-
-    def span(self, name: str) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    def span(self, name: str) -> tuple[fx.GraphModule, fx.GraphModule, Mapping[str, str]] | None:
         """The graph before the first and the graph after the last of the passes that are called `name` or lie in a
-        pipeline called so; None where there is none."""
-        positions = [number for number, names in enumerate(_names(self.pipeline)) if name in names]
-        return (self.stages[positions[0]], self.stages[positions[-1] + 1]) if positions else None
+        pipeline called so, and why their decisions change nodes, by the node's name; None where there is none."""
+        known = [(names, decision) for decision in self.decisions for names in _names(Pipeline((decision.pipeline,)))]
+        positions = [number for number, (names, _) in enumerate(known) if name in names]
+        if not positions:
+            return None
+        reasons = {node: why for number in positions for node, why in known[number][1].reasons.items()}
+        return self.stages[positions[0]], self.stages[positions[-1] + 1], reasons
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of passes and pipelines that `span` takes, in the order in which they ran."""
-        return tuple(dict.fromkeys(name for names in _names(self.pipeline) for name in names))
+        pipeline = Pipeline(tuple(decision.pipeline for decision in self.decisions))
+        return tuple(dict.fromkeys(name for names in _names(pipeline) for name in names))
 
 
 def check_needed(label: str, regions: Sequence[Operators]) -> None:

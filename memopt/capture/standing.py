@@ -40,7 +40,7 @@ class BlockPlace(NamedTuple):
         return self._replace(block=block)
 
 
-class InputRole(NamedTuple):
+class _InputRole(NamedTuple):
     """What an input is to one block: the run, the number of the block among the standing ones, and the template's input
     of the same role."""
 
@@ -64,7 +64,7 @@ class Standing:
     """The nodes of the forward or the backward of a standing block, by (run, whether it is the backward, block)."""
     inputs: tuple[fx.Node, ...] = ()
     """The inputs of the joint graph that stand for those of the module, in order."""
-    role: dict[fx.Node, InputRole] = field(default_factory=dict)
+    role: dict[fx.Node, _InputRole] = field(default_factory=dict)
     """By input that is a standing block's own."""
     makers: dict[int, tuple[fx.Node, int]] = field(default_factory=dict)
     """By the key of a storage: the first node whose value has a tensor in it, and that tensor's number in the value."""
@@ -98,7 +98,7 @@ def standing_blocks(
     for number, run in enumerate(runs):
         for block, of_run in enumerate(run.standing):
             for role, own in run.own[of_run].items():
-                found.role[stands_for[own]] = InputRole(number, block, role)
+                found.role[stands_for[own]] = _InputRole(number, block, role)
     if not _set_places(found):
         return None
     for node in joint.graph.nodes:

@@ -169,26 +169,25 @@ def differentiate(
     region = traced.region
     with traced.active():
         found: AotTrace | InductorTrace
+        aot: AotTrace | None = None
         if traced.backend == INDUCTOR:
             found = _blocks_once(trace_by_inductor, traced.module, region)
             if found.module is not None:
                 draw_seeds_at_once(found.module)
         else:
             found = aot = _blocks_once(trace_region, traced.module, region)
-            traced = replace(traced, aot=aot)
-        joint, forward_outputs = found.module, found.forward_outputs
-        traced = replace(traced, inputs=found.inputs)
+        joint, traced = found.module, replace(traced, aot=aot, inputs=found.inputs)
         if joint is None:
             return JointGraph(traced.module, 0, operators=operators, trace=traced, differentiated=False)
-        places = traced.aot.places if traced.aot is not None and region.wrapped else ()
+        places = aot.places if aot is not None and region.wrapped else ()
         if places and len(list(filter(is_tangent, joint.graph.nodes))) > 1:
             raise CaptureError(
                 "the model returns several losses, whose gradients in parameters split over ranks cannot be told "
                 "apart; have it return their sum"
             )
-        found_joint = JointGraph.of(
+        canonical = JointGraph.of(
             joint,
-            forward_outputs,
+            found.forward_outputs,
             frozenset(places[number] for number in region.parameters) if places else region.parameters,
             operators,
             decide,
@@ -196,10 +195,11 @@ def differentiate(
             reinplace=reinplace,
             released=_released(region, joint, traced.backend),
         )
-        if traced.aot is not None:
-            traced = replace(traced, aot=traced.aot.of(found_joint.module))
-        gradient_places = traced.aot.gradient_places if traced.aot is not None and places else ()
-        return replace(found_joint, trace=traced, places=places, gradient_places=gradient_places)
+        if aot is not None:
+            aot = aot.of(canonical.module)
+            traced = replace(traced, aot=aot)
+        gradient_places = aot.gradient_places if aot is not None and places else ()
+        return replace(canonical, trace=traced, places=places, gradient_places=gradient_places)
 
 
 def _blocks_once(

@@ -14,7 +14,7 @@ from memopt.compat.saved_tensors import set_versions
 from memopt.compat.tracing import boxed, first_runs_as_later_ones, mark_boxed
 from memopt.emit.gradients import Accumulation, telling, withholding
 from memopt.emit.inductor import compile_by_backend
-from memopt.emit.partition import Cut, Emitted, exchanges_of, partition
+from memopt.emit.partition import Emitted, exchanges_of, partition
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import RegionSchedule
 
@@ -27,25 +27,9 @@ def emit_plan(plan: Plan, accumulation: Accumulation) -> tuple[Emitted, ...]:
     captured = plan.captured
     assert captured is not None, "a plan loaded from a file has no graphs to make functions from: plan the call again"
     return tuple(
-        emit_planned(plan, joint, schedule, accumulation, captured.sizes_of(number))
+        emit_region(joint, schedule, accumulation, captured.sizes_of(number), plan)
         for number, (joint, schedule) in enumerate(zip(captured.regions, plan.regions, strict=True))
     )
-
-
-def emit_planned(
-    plan: Plan,
-    joint: JointGraph,
-    schedule: RegionSchedule,
-    accumulation: Accumulation,
-    allowed_sizes: Mapping[str, int],
-) -> Emitted:
-    """One region of a planned call as a function: `emit_region`, with the options that follow from the plan.
-    `allowed_sizes` has the largest value of each data-dependent size, by symbol name; for larger ones the function
-    raises `SizeOutgrown`."""
-    # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
-    adds = plan.account.gradients_held or not joint.fused
-    limit = plan.budget_bytes - plan.account.context if plan.account.caching else None
-    return emit_region(joint, schedule, accumulation, allowed_sizes, adds=adds, limit_bytes=limit)
 
 
 def emit_region(
@@ -53,17 +37,16 @@ def emit_region(
     schedule: RegionSchedule,
     accumulation: Accumulation,
     allowed_sizes: Mapping[str, int],
-    *,
-    adds: bool = True,
-    limit_bytes: int | None = None,
+    plan: Plan | None = None,
 ) -> Emitted:
-    """One region as a differentiable function of its inputs, whose forward and backward follow `schedule`. With `adds`,
-    the backward adds gradients to `.grad` where `accumulation` allows it. While compiled kernels are timed, torch's
-    allocator for CUDA holds at most `limit_bytes`.
+    """One region as a differentiable function of its inputs, whose forward and backward follow `schedule`. The forward
+    raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`, by symbol.
 
-    The forward raises `SizeOutgrown` where a data-dependent size is above its limit in `allowed_sizes`, which maps
-    symbols to sizes."""
-
+    With a `plan` for CUDA, torch's allocator holds no more than its budget while compiled kernels are timed. A compiled
+    backward adds gradients to `.grad`, where `accumulation` allows it, only if the plan counts on existing ones."""
+    # A compiled backward clones the gradients that it cannot add to an existing `.grad`.
+    adds = plan is None or plan.account.gradients_held or not joint.fused
+    limit_bytes = plan.budget_bytes - plan.account.context if plan is not None and plan.account.caching else None
     exchanges = 0
 
     def cut(*_: Any, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -77,7 +60,13 @@ def emit_region(
         if joint.fused:
             emitted = compile_by_backend(joint, cut, accumulation, allowed_sizes, limit_bytes)
         else:
-            emitted = compile_as_aten(joint, cut, accumulation)
+            written = sorted(map(joint.place_of, joint.statistics))
+            run = joint.trace.aot.compile(
+                cut,
+                lambda forward, _: keeping_versions(boxed(forward), written),
+                lambda backward, _: telling(withholding(boxed(backward), joint), accumulation),
+            )
+            emitted = Emitted(run)
     return replace(emitted, run=detaching(emitted.run, joint.inputs_without_gradients), exchanges=exchanges)
 
 
@@ -92,21 +81,6 @@ def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[.
         return run(*(value.detach() if at in positions else value for at, value in enumerate(inputs)))
 
     return run_detached
-
-
-def compile_as_aten(joint: JointGraph, cut: Cut, accumulation: Accumulation) -> Emitted:
-    """The region as a function: `cut` returns its forward and backward graphs, which run as plain ATen operators.
-    `accumulation.failed` is called where an allocation fails in the backward.
-
-    Call it within `joint.trace.active()`."""
-
-    def forward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return keeping_versions(boxed(module), sorted(map(joint.place_of, joint.statistics)))
-
-    def backward(module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return telling(withholding(boxed(module), joint), accumulation)
-
-    return Emitted(joint.trace.aot.compile(cut, forward, backward))
 
 
 def keeping_versions(forward: Callable[[list[Any]], Any], numbers: Sequence[int]) -> Callable[[list[Any]], Any]:

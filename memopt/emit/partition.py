@@ -146,12 +146,9 @@ _BYTES = 7
 
 def exchanges_of(*graphs: fx.Graph) -> int:
     """A digest of the collectives (operators and shapes, in order) in graphs that run in this order; 0 for none."""
-    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function" and _is_collective(node)]
+    nodes = [node for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)]
+    calls = [node for node in nodes if node.target.namespace in COLLECTIVES]
     if not calls:
         return 0
     text = repr([(str(node.target), tuple(node.meta["val"].shape), str(node.meta["val"].dtype)) for node in calls])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_BYTES], "big")
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace in COLLECTIVES

@@ -14,6 +14,7 @@ from memopt.compat.operators import plain_tensors
 from memopt.device.devices import device_of
 from memopt.rewrite.assign import only_read_by
 from memopt.rewrite.policy import PrecisionPlan
+from passes.graphs.node_facts import tensors
 from passes.graphs.op_kinds import follows_input, is_view, mutated_arguments, op_name
 
 LARGEST = 65504.0
@@ -86,7 +87,7 @@ class Screening(fx.Interpreter):
         if source is not None and source.name in self.ranges and _as_many(n, source):
             self.ranges[n.name] = self.ranges[source.name]
             return result
-        for tensor in _floats(result):
+        for tensor in filter(torch.is_floating_point, tensors(result)):
             found = replace(range_of(tensor), inside=score)
             self.ranges[n.name] = found.joined(self.ranges[n.name]) if n.name in self.ranges else found
         return result
@@ -152,11 +153,6 @@ def _largest_score(query: torch.Tensor, key: torch.Tensor, scale: float | None) 
         return 0.0
     longest = [float(operand.detach().norm(dim=-1).max()) for operand in (query, key)]
     return math.prod(longest) * (1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
-
-
-def _floats(value: Any) -> Iterator[torch.Tensor]:
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return (element for element in values if isinstance(element, torch.Tensor) and element.is_floating_point())
 
 
 def kept_out(module: fx.GraphModule, ranges: Ranges, decide: Callable[[KeptOut], PrecisionPlan]) -> KeptOut:

@@ -103,18 +103,15 @@ class Screenings:
         values leave its range; and a note on these operators."""
         ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
         if ranges is None:
-            ranges = self._in_part(graph.module)
+            lines = self._lines.get(_inputs(graph.module), {})  # of nodes that other rewritings of its region share
+            texts = {node.name: format_node(node) for node in graph.module.graph.nodes}
+            ranges = {name: lines[text] for name, text in texts.items() if text in lines}
             part = f" in part, since {self._why_not};"
         if not ranges:
             return decide(()), f"values were not checked against fp16's range, since {self._why_not}; they may overflow"
         kept = kept_out(graph.module, ranges, decide)
         found = f"{len(kept)} ops have values beyond the range of fp16 and stay in fp32" if kept else WITHIN
         return decide(kept), f"values on a sample batch were checked against fp16's range:{part} {found}"
-
-    def _in_part(self, module: fx.GraphModule) -> Ranges:
-        """Returns the ranges known of a graph that was not run: of nodes that other rewritings of its region share."""
-        lines = self._lines.get(_inputs(module), {})
-        return {node.name: lines[line] for node in module.graph.nodes if (line := format_node(node)) in lines}
 
 
 class _Look:
@@ -185,18 +182,14 @@ class _Look:
                 self.why_not = str(reason)
                 continue
             results = None  # freed before the next run
-            results, ran = self.run(text, module, inputs), True
+            screening = Screening(module)
+            results, ran = screening.run_all(inputs), True
+            self.modules[text] = module
+            found = self.found.setdefault(text, {})
+            for name, entry in screening.ranges.items():
+                found[name] = entry.joined(found[name]) if name in found else entry
         if not ran:
             raise _NotRun(self.why_not)
-        return results
-
-    def run(self, text: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        screening = Screening(module)
-        results = screening.run_all(inputs)
-        self.modules[text] = module
-        found = self.found.setdefault(text, {})
-        for name, entry in screening.ranges.items():
-            found[name] = entry.joined(found[name]) if name in found else entry
         return results
 
     def check_room(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:

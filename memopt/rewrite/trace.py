@@ -54,8 +54,8 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
             f"the lever {needed!r} has no pipeline of that label, by which memopt finds whether it changed anything; "
             f"have its function that chooses the passes of a graph return Decision(Pipeline(passes, label={needed!r}))"
         )
-    notes = (note for decision in decisions for note in decision.notes)
-    return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
+    notes = tuple(note for decision in decisions for note in decision.notes)
+    return Operators(tuple(stages), tuple(decisions), notes, graph.author_typed)
 
 
 def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:

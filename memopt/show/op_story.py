@@ -161,9 +161,9 @@ def _reasons(captured: TracedStep) -> list[_Reasons | None]:
     found: list[_Reasons | None] = []
     for region in captured.regions:
         operators, reasons = region.operators, None
-        if captured.rewriting.autocast is not None and operators is not None and "precision" in operators.names:
+        if captured.rewriting.autocast is not None and operators and (span := operators.span("precision")):
             reasons = defaultdict(list)
-            why = operators.reasons("precision")
+            _, _, why = span
             for node in operators.stages[-1].graph.nodes:
                 if node.name in why:
                     place = module_path(node), source_line(node) or None
