@@ -51,11 +51,8 @@ class EagerCodeTooLargeError(CaptureError):
 
 class CrossedByDerivative(CaptureError):
     """Raised where eager code needs a derivative through a region that the region's backward cannot give: gradients of
-    gradients (`create_graph=True`), or the gradient of an output from which the region computes other outputs."""
-
-
-CROSSED = "takes a derivative through that break"
-"""How a refusal goes on after the reason for a graph break: "…, and it takes a derivative through that break"."""
+    gradients (`create_graph=True`), or the gradient of an output from which the region computes other outputs. The
+    message is how a refusal goes on after the reason for a graph break and "and it"."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +210,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
-            raise CrossedByDerivative(f"{CROSSED} (create_graph=True)")
+            raise CrossedByDerivative("takes a derivative through that break (create_graph=True)")
         ctx.between.begin_backward(ctx.number, gradients)
         ctx.held = None
         made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on

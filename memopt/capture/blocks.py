@@ -105,8 +105,7 @@ class _Finder:
         value = node.meta.get("val", node.meta.get("example_value"))
         if data_symbols_of(value) or not self.written.isdisjoint(node.all_input_nodes):
             return node
-        target = constant_key(attrgetter(str(node.target))(self.module)) if node.op == "get_attr" else node.target
-        return node.op, target, argument_kind((node.args, node.kwargs)), value_kind(value)
+        return node_kind(node, value, self.module)
 
     def _stretches(self) -> Iterator[tuple[int, int, int]]:
         """Yields start, end (excluded) and period of each stretch of `calls` in which every call is of the same kind as
@@ -222,6 +221,12 @@ def _calls_saved(stretch: tuple[int, int, int]) -> int:
     """The number of calls in the blocks of a stretch that need not be traced."""
     start, end, period = stretch
     return ((end - start) // period - FIRST - LAST) * period
+
+
+def node_kind(node: fx.Node, value: Any, module: fx.GraphModule) -> tuple[Hashable, ...]:
+    """A key of a node in the graph of `module` with this value, equal for nodes that differ only in what they read."""
+    target = constant_key(attrgetter(str(node.target))(module)) if node.op == "get_attr" else node.target
+    return node.op, target, argument_kind((node.args, node.kwargs)), value_kind(value)
 
 
 def constant_key(value: Any) -> Hashable:

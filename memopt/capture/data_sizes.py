@@ -16,13 +16,7 @@ from torch.overrides import TorchFunctionMode
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import OpOverload, RunningBy, kernels_as_in_eager_mode, plain_tensors
-from memopt.compat.symbols import (
-    data_symbols_of,
-    known_sizes,
-    largest_value,
-    limit_of,
-    plain_symbol,
-)
+from memopt.compat.symbols import data_symbols_of, known_sizes, largest_value, limit_of, plain_symbol
 from memopt.compat.tensors import has_no_storage
 from memopt.saved_values import values_restored
 from memopt.training_state import containers_restored, undone

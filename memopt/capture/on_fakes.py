@@ -112,12 +112,7 @@ PASSED_OVER = "torch.compile runs the model's forward without compiling it"
 
 
 def _capture_regions(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    call: Call,
-    ids: dict[int, int],
-    reason: str,
-    mode: FakeTensorMode,
+    model: nn.Module, forward: Callable[..., Any], call: Call, ids: dict[int, int], reason: str, mode: FakeTensorMode
 ) -> CapturedCall:
     """The regions of a call on fakes whose forward, for the `reason` given, is not one graph; runs its Python code."""
     args, kwargs = call

@@ -35,10 +35,7 @@ _Traced = TypeVar("_Traced")
 
 
 def trace_blocks_once(
-    trace: Callable[[fx.GraphModule], _Traced],
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    written: Collection[int],
+    trace: Callable[[fx.GraphModule], _Traced], module: fx.GraphModule, inputs: Sequence[Any], written: Collection[int]
 ) -> _Traced:
     """The result of `trace(module)`, found faster where the module has runs of equal blocks: `trace` gets a module with
     five blocks of each run, and the graph that it returns is completed with copies. `inputs` are the values of the

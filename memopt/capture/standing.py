@@ -13,15 +13,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from memopt.capture.blocks import TEMPLATE, BlockRun, constant_key, traced_from
+from memopt.capture.blocks import TEMPLATE, BlockRun, node_kind, traced_from
 from memopt.compat.tensors import storage_key
-from passes.graphs.node_facts import argument_kind, graph_results, is_tangent, sources_of, tensors, value_kind
+from passes.graphs.node_facts import graph_results, is_tangent, sources_of, tensors
 
 
 class BlockPlace(NamedTuple):
@@ -174,23 +173,21 @@ def _equal_in_run(found: Standing, run: int) -> bool:
         and _equal(found, forward[2], forward[3])
         and _equal(found, backward[1], backward[2])
         and len(backward[2]) == len(backward[3])
-        and all(_kind(found, one) == _kind(found, later) for one, later in zip(backward[2], backward[3], strict=True))
+        and all(_alike(found, one, later) for one, later in zip(backward[2], backward[3], strict=True))
     )
 
 
 def _equal(found: Standing, one: Sequence[fx.Node], other: Sequence[fx.Node]) -> bool:
     """Whether `other`, the nodes of a block, are `one`, those of the block before it, moved on by one block."""
     return len(one) == len(other) and all(
-        _kind(found, node) == _kind(found, later) and _reads_alike(found, node, later)
-        for node, later in zip(one, other, strict=True)
+        _alike(found, node, later) and _reads_alike(found, node, later) for node, later in zip(one, other, strict=True)
     )
 
 
-def _kind(found: Standing, node: fx.Node) -> tuple[object, ...]:
-    """A key, equal for two nodes that differ at most in what they read."""
-    target = constant_key(attrgetter(str(node.target))(found.joint)) if node.op == "get_attr" else node.target
-    arguments = argument_kind((node.args, node.kwargs))
-    return node.op, target, arguments, value_kind(node.meta.get("val")), frozenset(node.meta)
+def _alike(found: Standing, node: fx.Node, later: fx.Node) -> bool:
+    """Whether two nodes are equal but for what they read."""
+    one, other = (node_kind(each, each.meta.get("val"), found.joint) for each in (node, later))
+    return one == other and node.meta.keys() == later.meta.keys()
 
 
 def _reads_alike(found: Standing, node: fx.Node, later: fx.Node) -> bool:

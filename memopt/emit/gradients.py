@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
 from memopt.compat.autograd import Fate, current_backward, current_node, reached_outputs, receivers
+from memopt.compat.ddp import ReducerHooks
 from memopt.compat.hooks import backward_hooks, has_hooks, post_accumulate_hooks
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import is_view
@@ -19,19 +20,6 @@ from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
 Receiver: TypeAlias = tuple[torch.Tensor | None, Fate]
 """An input of a region if it is a leaf, else None; and what autograd does with its gradient."""
-
-
-class _Exchange(Protocol):
-    """Exchanges gradients between the ranks of DDP while the backward runs."""
-
-    views: bool
-    """Whether a gradient that is ready becomes a view of a bucket at once."""
-
-    def takes(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient of this parameter is exchanged."""
-
-    def ready(self, parameter: torch.Tensor) -> None:
-        """Exchange the parameter's `.grad`, which is complete."""
 
 
 @dataclass
@@ -42,7 +30,7 @@ class Accumulation:
     allowed: bool = True
     """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
     backward: autograd then sums their gradients first, and adding them singly would round differently."""
-    exchange: _Exchange | None = None
+    exchange: ReducerHooks | None = None
     """Exchanges the gradients of the backward to come as soon as each is complete. None where nothing is exchanged
     while the backward runs, as with one rank."""
     failed: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError] = lambda failure: failure
@@ -122,7 +110,7 @@ class AccumulateGradient(nn.Module):
             accumulation.enter(region)
         return accumulation.receivers[self.position] or receivers()[self.position]
 
-    def _exchange_first(self, exchange: _Exchange, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def _exchange_first(self, exchange: ReducerHooks, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Make a first gradient the parameter's `.grad` and exchange it, where autograd and DDP would do only that with
         it. Returns whether this was done."""
         if (

@@ -14,14 +14,7 @@ from memopt.capture.captured_call import CapturedCall
 from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamo import in_brief
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import (
-    Decide,
-    OperatorGraph,
-    Operators,
-    Rewriting,
-    check_needed,
-    to_differentiate,
-)
+from memopt.capture.operators import Decide, OperatorGraph, Operators, Rewriting, check_needed, to_differentiate
 from memopt.capture.region import RecordedRegion
 from memopt.capture.trace import RegionTrace, autocast_to, differentiate
 from memopt.compat.fakes import fresh_fakes
