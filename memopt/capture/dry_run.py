@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,8 +69,12 @@ class DryRun:
         self.real_ids, self.forward_of = real_ids, forward_of
         self.between = Between(gathered, most_bytes)
         self.runs: list[RegionRun] = []
-        self._values: list[_ValuesOfRun] = []
-        """The inputs and outputs of each run, in the order of the runs."""
+        self._passed: list[Passed] = []
+        """What each run shares with other code, but for how long its outputs are held."""
+        self._memory: list[dict[int, Any]] = []
+        """For each run, by the position of each output with memory of its own, a weak reference to that memory."""
+        self._held_in: list[dict[int, int]] = []
+        """For each run, by the same positions, the last run that began while the output was held; at first itself."""
         self._inner: list[InnerOutputs] = []
         self._hooks: list[dict[int, Any]] = []
         """The tables of the hooks that the model's code adds to outputs."""
@@ -92,18 +96,20 @@ class DryRun:
             self._hooks.append(hooks_to_come(value))
         self.runs.append(replace(run, observed=tuple(observed)))
         passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
-        outputs_memory = tuple(_weak_storage(value, given) for value in outputs)
-        self._values.append(_ValuesOfRun(len(self._values), passed_on, self._given(inputs), outputs_memory))
+        self._passed.append(Passed(gradients=passed_on, given=self._given(inputs)))
+        memory = {position: _weak_storage(value, given) for position, value in enumerate(outputs)}
+        self._memory.append({position: weak for position, weak in memory.items() if weak is not None})
+        self._held_in.append(dict.fromkeys(self._memory[-1], len(self._memory) - 1))
         return outputs
 
     def _given(self, inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """`Passed.given` of a run that begins with these inputs. Also notes which earlier outputs are held now."""
-        number = len(self._values)
-        made = {
-            id(storage): (run, position)
-            for run, earlier in enumerate(self._values)
-            for position, storage in earlier.held(number)
-        }
+        made: dict[int, tuple[int, int]] = {}
+        for run, memory in enumerate(self._memory):
+            for position, weak in memory.items():
+                if (storage := weak()) is not None:
+                    self._held_in[run][position] = len(self._memory)
+                    made[id(storage)] = run, position
         storages = {at: id(value.untyped_storage()) for at, value in enumerate(inputs) if _has_memory(value)}
         return {at: made[storage] for at, storage in storages.items() if storage in made}
 
@@ -120,17 +126,24 @@ class DryRun:
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         self.between.raise_peak(0)
         held, returning = self.between.live_bytes, self.between.peak_bytes
-        for values in self._values:
-            values.forward_is_over()
-        eager = self._differentiate(tensors, [one for one in parameters if one.requires_grad])
-        around = zip(self.runs, self.between.runs, self._values, strict=True)
+        gone_early = dict(enumerate(self._gone()))
+        eager = self._differentiate(tensors, [one for one in parameters if one.requires_grad])  # may run regions again
+        passed = [
+            replace(one, outputs=gone, forward_only={at: self._held_in[run][at] for at in gone_early.get(run, ())})
+            for run, (one, gone) in enumerate(zip(self._passed, self._gone(), strict=True))
+        ]
+        around = zip(self.runs, self.between.runs, passed, strict=True)
         return CapturedCall(
-            tuple(replace(run, eager=bytes_around, passed=values.passed()) for run, bytes_around, values in around),
+            tuple(replace(run, eager=bytes_around, passed=shared) for run, bytes_around, shared in around),
             reason,
             EagerCodeBytes(before=self.between.peak_bytes, during=held, before_backward=returning),
             returned_bytes=_known_bytes(tensors),
             eager=eager,
         )
+
+    def _gone(self) -> list[frozenset[int]]:
+        """For each run, the positions of the outputs that nobody holds now."""
+        return [frozenset(at for at, weak in memory.items() if weak() is None) for memory in self._memory]
 
     def _differentiate(self, outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> frozenset[int]:
         """Run the backward; returns the `id`s of the parameters that get gradients from operators between regions."""
@@ -146,41 +159,6 @@ class DryRun:
         pairs = zip(parameters, torch.autograd.grad(scalars, parameters, gradients, allow_unused=True), strict=True)
         known = self.real_ids or {}
         return frozenset(known.get(id(one), id(one)) for one, gradient in pairs if gradient is not None)
-
-
-@dataclass
-class _ValuesOfRun:
-    """The values that a run of a region took from earlier runs, and how long its own outputs stay in memory."""
-
-    number: int
-    passed_on: frozenset[int]
-    """The numbers of the inputs that are values which other code computed."""
-    given: Mapping[int, tuple[int, int]]
-    """`Passed.given`."""
-    outputs: tuple[Any, ...]
-    """A weak reference to the memory of each output; None for an output without memory of its own."""
-    held_in: dict[int, int] = field(default_factory=dict)
-    """Position of an output → the number of the last run that began while it was held."""
-    forward_only: dict[int, int] = field(default_factory=dict)
-    """`Passed.forward_only`."""
-
-    def held(self, number: int) -> Iterator[tuple[int, Any]]:
-        """The positions and the memory of the outputs that are held now, as run `number` begins."""
-        for position, reference in enumerate(self.outputs):
-            storage = reference and reference()
-            if storage is not None:
-                self.held_in[position] = number
-                yield position, storage
-
-    def forward_is_over(self) -> None:
-        """Note which outputs are not held after the forward."""
-        gone = (at for at, reference in enumerate(self.outputs) if reference is not None and reference() is None)
-        self.forward_only = {at: self.held_in.get(at, self.number) for at in gone}
-
-    def passed(self) -> Passed:
-        """Which values the run shares with other code, and how long; valid once the step is over."""
-        gone = frozenset(at for at, reference in enumerate(self.outputs) if reference is not None and not reference())
-        return Passed(gone, self.passed_on, self.forward_only, self.given)
 
 
 def _has_memory(value: Any) -> bool:

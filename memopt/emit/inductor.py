@@ -31,7 +31,6 @@ from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import behind_views, can_inline, is_elementwise, is_view, readers_of, storage_bytes
 from memopt.emit.footprint import Half, HeldOutputs, footprint
 from memopt.emit.gradients import AccumulateGradient, Accumulation, telling, withholding
-from memopt.emit.partition import Cut, Emitted
 from memopt.planning.refit import Footprint
 from passes import copy_graph_module, format_graph
 from passes.graphs.node_facts import graph_results
@@ -39,14 +38,14 @@ from passes.graphs.node_facts import graph_results
 
 def compile_by_backend(
     joint: JointGraph,
-    cut: Cut,
+    cut: Callable[[], tuple[fx.GraphModule, fx.GraphModule]],
     accumulation: Accumulation,
     allowed_sizes: Mapping[str, int],
-    limit_bytes: int | None = None,
-) -> Emitted:
+    limit_bytes: int | None,
+) -> tuple[Callable[..., Any], Footprint | None]:
     """The region as a function: `cut` returns its forward and backward graphs, which inductor compiles. It fuses
     elementwise operators, so that values between fused operators are never materialised, and it chooses the order of
-    the kernels.
+    the kernels. Also the bytes that the compiled forward and backward hold; None where they are not known.
 
     `allowed_sizes` maps the symbols of symbolic sizes to the largest ones, for which bytes are counted.
     `accumulation.failed` is called where an allocation fails in the backward. In the first run, in which kernels are
@@ -62,7 +61,7 @@ def compile_by_backend(
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
     with sizes_up_to(allowed_sizes):
-        return Emitted(run, halves.footprint())
+        return run, halves.footprint()
 
 
 @dataclass
@@ -70,7 +69,7 @@ class _Halves:
     """The two halves of one compilation, the forward and the backward, as they are partitioned and as inductor compiled
     them."""
 
-    cut: Cut
+    cut: Callable[[], tuple[fx.GraphModule, fx.GraphModule]]
     joint: JointGraph
     accumulation: Accumulation
     limit_bytes: int | None

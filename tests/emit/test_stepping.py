@@ -8,8 +8,8 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
+from memopt.emit.emit import check_own_memory, partition, sharing_memory
 from memopt.emit.gradients import AccumulateGradient, Accumulation
-from memopt.emit.partition import check_own_memory, partition, sharing_memory
 from memopt.planning.schedule_parts import RegionSchedule
 from passes import format_graph
 from tests.passes.capture import Sketch, aten
