@@ -117,7 +117,7 @@ def test_without_gradients_the_default_stays() -> None:
 @pytest.mark.parametrize(("name", "dtype"), [("t4", FP16), ("h100", BF16), ("cpu", BF16)])
 def test_dtype_by_device(name: str, dtype: torch.dtype) -> None:
     for policy in ("search", {"default": "search", "layer_norm": "fp32"}):
-        assert low_dtype(policy, hardware(name), cpu_has_bf16=False) == dtype
+        assert low_dtype(policy, hardware(name)) == dtype
         assert precision_rewriting(policy, hardware(name)).autocast == dtype
 
 
