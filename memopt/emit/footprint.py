@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,31 +36,24 @@ class Half:
     inputs: Sequence[fx.Node] = field(repr=False)
 
 
-@dataclass(frozen=True)
-class HeldOutputs:
-    """The outputs of a forward, by position, and how long each is held at least."""
-
-    number: int
-    """The number of outputs. They are the first results of the forward."""
-    released: Collection[int] = ()
-    """The outputs that are freed when the backward begins."""
-    held: Collection[int] = ()
-    """The outputs that are held to the end of the step, whatever the caller does."""
-
-
-def footprint(forward: Half, backward: Half, outputs: HeldOutputs) -> Footprint:
+def footprint(
+    forward: Half, backward: Half, outputs: int, released: Collection[int] = (), kept: Collection[int] = ()
+) -> Footprint:
     """The bytes that the compiled forward and backward hold, found in a dry run on fake tensors. Symbolic sizes have
     the values that the enclosing block `sizes_up_to` gives.
 
-    The caller is assumed to hold the outputs until the backward ends. With a caching allocator and large outputs, the
-    allocator's calls (`Footprint.ways`) are also listed for a caller who drops the outputs before the backward."""
-    found, large = _dry_run(forward, backward, outputs, dropped=False)
-    if not large:
-        return found
-    return replace(found, ways=found.ways + _dry_run(forward, backward, outputs, dropped=True)[0].ways)
+    The first `outputs` results of the forward are its outputs. Of these, by position, `released` are freed when the
+    backward begins, and `kept` are held to the end of the step. The caller is assumed to hold the others until the
+    backward ends. With a caching allocator and large outputs, the allocator's calls (`Footprint.ways`) are also listed
+    for a caller who drops the outputs before the backward."""
+    run = partial(_dry_run, forward, backward, outputs, released, kept)
+    found, large = run(dropped=False)
+    return replace(found, ways=found.ways + run(dropped=True)[0].ways) if large else found
 
 
-def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bool) -> tuple[Footprint, bool]:
+def _dry_run(
+    forward: Half, backward: Half, outputs: int, released: Collection[int], kept: Collection[int], *, dropped: bool
+) -> tuple[Footprint, bool]:
     """The bytes that forward and backward hold in a dry run; and whether, with a caching allocator, an output that the
     caller may drop is large. With `dropped`, the caller drops such outputs before the backward."""
     mode = FakeTensorMode()
@@ -70,10 +64,10 @@ def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bo
     held_blocks.exclude(given)
     results = list(dry_run(forward.source, list(given), mode, held_blocks))
     forward_bytes, held_bytes = held_blocks.peak_bytes, held_blocks.live_bytes
-    positions = range(min(outputs.number, len(results)))
-    held = [results[at] for at in positions if at in outputs.held]
-    callers = [results[at] for at in positions if at not in outputs.held and at not in outputs.released]
-    saved = results[outputs.number :]
+    positions = range(min(outputs, len(results)))
+    held = [results[at] for at in positions if at in kept]
+    callers = [results[at] for at in positions if at not in kept and at not in released]
+    saved = results[outputs:]
     del results
     large = kind.caching and any(tensor.untyped_storage().nbytes() > SMALL_BYTES for tensor in tensors_in(callers))
     if dropped:
@@ -84,7 +78,7 @@ def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bo
     arguments = _arguments(backward, saved, tangents)
     del saved
     gradients = dry_run(backward.source, arguments, mode, held_blocks)
-    assert len(held) + len(callers) <= outputs.number
+    assert len(held) + len(callers) <= outputs
     ways = (tuple(held_blocks.calls),) if kind.caching else ()
     assert gradients is not None
     return Footprint(forward_bytes, held_bytes, held_blocks.peak_bytes, held_blocks.live_bytes, ways), large

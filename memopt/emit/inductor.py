@@ -29,7 +29,7 @@ from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import sizes_up_to
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import behind_views, can_inline, is_elementwise, is_view, readers_of, storage_bytes
-from memopt.emit.footprint import Half, HeldOutputs, footprint
+from memopt.emit.footprint import Half, footprint
 from memopt.emit.gradients import AccumulateGradient, Accumulation, telling, withholding
 from memopt.planning.refit import Footprint
 from passes import copy_graph_module, format_graph
@@ -114,8 +114,12 @@ class _Halves:
         """The bytes that the compiled halves hold; None for a region without gradients, and where the dry run fails."""
         if self.forward is None or self.backward is None:
             return None
+        # Values from which deferred outputs are computed are freed when the backward begins, or held until an optimizer
+        # has stepped (`PendingForward.until_backward`).
+        deferred, outputs, released = self.joint.trace.region.deferred, self.joint.forward_outputs, self.joint.released
+        taken = frozenset(range(outputs if deferred is None else len(deferred.returned), outputs))
         try:
-            return footprint(self.forward, self.backward, _outputs(self.joint))
+            return footprint(self.forward, self.backward, outputs, released, taken - released)
         except Exception as failure:  # another version of inductor may generate code of any kind
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             warnings.warn(
@@ -124,15 +128,6 @@ class _Halves:
                 stacklevel=2,
             )
             return None
-
-
-def _outputs(joint: JointGraph) -> HeldOutputs:
-    """How long the region's results are held. Values from which deferred outputs are computed are freed when the
-    backward begins, or held until an optimizer has stepped (`PendingForward.until_backward`)."""
-    deferred = joint.trace.region.deferred
-    first = joint.forward_outputs if deferred is None else len(deferred.returned)
-    taken = frozenset(range(first, joint.forward_outputs))
-    return HeldOutputs(joint.forward_outputs, joint.released, taken - joint.released)
 
 
 def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Callable[[list[Any]], Any]:
