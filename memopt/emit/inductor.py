@@ -57,7 +57,7 @@ def compile_by_backend(
     module, inputs = joint.trace.module, joint.trace.region.inputs
     try:
         # A copy, because inductor changes the module, and another plan may compile the region again.
-        run = compile_by_inductor(copy_graph_module(module), inputs, halves.partition, halves.made, halves.plan_hash)
+        run = compile_by_inductor(copy_graph_module(module), inputs, halves.partition, halves.made, lambda: halves.key)
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
     with sizes_up_to(allowed_sizes):
@@ -76,7 +76,8 @@ class _Halves:
     forward: Half | None = None
     backward: Half | None = None
     handing: _Handing | None = None
-    hash: str = ""
+    key: str = "no plan"
+    """A key for inductor's cache: a hash of both halves, if there are any."""
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         """The forward and backward as planned, for inductor to compile. The joint graph that inductor passes, the
@@ -92,12 +93,8 @@ class _Halves:
             keep_products_early(half)
             hold_values(half, inputs)
         texts = format_graph(forward.graph), format_graph(backward.graph)
-        self.hash = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+        self.key = hashlib.sha256("\n".join(texts).encode()).hexdigest()
         return forward, backward
-
-    def plan_hash(self) -> str:
-        """A key for inductor's cache: a hash of both halves; "no plan" for a region without gradients."""
-        return self.hash or "no plan"
 
     def made(self, compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Callable[..., Any]:
         """Record a compiled half, and return the function that runs it."""
@@ -207,9 +204,8 @@ _HELD_LONGER = 1.05
 
 
 def values_to_hold(graph: fx.Graph, inputs: Collection[str]) -> list[fx.Node]:
-    """The elementwise values that inductor should write to memory (see `hold_values`). Each is computed from larger
-    tensors, which would be held longer if every kernel that reads the value computed it anew. `inputs` are the names of
-    the region's inputs."""
+    """The values that `hold_values` has inductor write to memory. Each is computed from larger tensors, which would be
+    held longer if every kernel that reads the value computed it anew."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     barriers = [place[node] for node in graph.nodes if _is_barrier(node)]
     ends = {node: max((place[reader] for reader in readers_of(node)), default=0) for node in graph.nodes}
