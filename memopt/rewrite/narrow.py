@@ -197,22 +197,13 @@ class DecideFp8:
         notes = tuple(f"{self.lever}: a layer is left alone, since {reason}" for reason in left)
         if not chosen:
             return Decision(Pipeline((), label=self.lever), notes=notes)
-        by = self._scaling
         passes = Fp8Linears(frozenset(chosen), self.scaling, self.histories), EliminateDeadCode()
-        units = "" if self._quick else f"; {self.card.name} has no such 8-bit units and multiplies dequantised copies"
-        done = (
-            f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in {_SHORT[by.gradients]}, "
-            f"{self.scaling} scaling{units}"
-        )
+        gradients = _SHORT[SCALINGS[self.scaling].gradients]
+        share = f"{len(chosen)} of {len(found)} layers"
+        done = f"{self.lever}: {share} in e4m3, gradients in {gradients}, {self.scaling} scaling"
+        if not has_units(self.card, self.scaling):
+            done += f"; {self.card.name} has no such 8-bit units and multiplies dequantised copies"
         return Decision(Pipeline(passes, label=self.lever), chosen, (done, *notes))
-
-    @property
-    def _scaling(self) -> Fp8Scaling:
-        return SCALINGS[self.scaling]
-
-    @property
-    def _quick(self) -> bool:
-        return has_units(self.card, self.scaling)
 
     def _judged(self, layer: FoundLinear, graph: OperatorGraph) -> FoundLinear:
         """Returns a layer, with the reason if it is not to be rewritten."""
@@ -230,12 +221,13 @@ class DecideFp8:
 
     def _compared(self, layers: list[FoundLinear]) -> tuple[bool, str]:
         """Returns whether layers that read one value are slower in 8 bits, and a text with their times."""
-        if not self._quick:
+        if not has_units(self.card, self.scaling):
             return False, "in 8 bits it saves half as many bytes for the backward"
         wide = sum(_seconds(layer, "bfloat16", self.card) for layer in layers)
-        rate = scaled_rate(self._scaling.values)
+        by = SCALINGS[self.scaling]
+        rate = scaled_rate(by.values)
         narrow = sum(_seconds(layer, rate, self.card) for layer in layers)
-        narrow += _quantizing(layers, self._scaling, self.card)
+        narrow += _quantizing(layers, by, self.card)
         if narrow >= wide:
             return bool(layers), "its matrices are too small for 8 bits to be faster"
         return False, f"{duration(wide)} would become {duration(narrow)}"

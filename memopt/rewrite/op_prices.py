@@ -106,13 +106,9 @@ class OpPrices:
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the nodes that a call reads tensors from, one entry for each tensor, in the order of the arguments."""
-    found: list[fx.Node] = []
-
-    def add(source: fx.Node) -> None:
-        found.extend([source] * len(list(tensors(source.meta.get("val")))))
-
-    fx.map_arg((node.args, node.kwargs), add)
-    return tuple(found)
+    sources: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), sources.append)
+    return tuple(source for source in sources for _ in tensors(source.meta.get("val")))
 
 
 def _functional(op: OpOverload) -> Callable[..., Any]:
