@@ -28,11 +28,11 @@ from passes.compat import replaced_all
 from passes.graphs.edit import on_stored_values, refresh
 from passes.graphs.node_facts import graph_results, is_tangent, tensors
 
-_Trace = TypeVar("_Trace", "AotTrace", "InductorTrace")
+_Trace = TypeVar("_Trace", "AotTrace", "_InductorTrace")
 
 
 @dataclass(frozen=True)
-class InductorTrace:
+class _InductorTrace:
     """A region as inductor has traced it, before its joint graph is cut into forward and backward."""
 
     module: fx.GraphModule | None
@@ -43,7 +43,7 @@ class InductorTrace:
     """Which of its inputs the region writes to, and which it only reads."""
 
 
-def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> InductorTrace:
+def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> _InductorTrace:
     """Trace a region with inductor, up to its partition, each random operator with a seed of its own. To be called in
     the region's tracing context.
 
@@ -65,7 +65,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Inductor
             compile_by_inductor(*given, lambda: "no plan")
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
-    return InductorTrace(*found[0], used[0]) if found else InductorTrace(None, 0, InputUse())
+    return _InductorTrace(*found[0], used[0]) if found else _InductorTrace(None, 0, InputUse())
 
 
 def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
@@ -168,7 +168,7 @@ def differentiate(
     Raises `PassError` where a pass fails."""
     region = traced.region
     with traced.active():
-        found: AotTrace | InductorTrace
+        found: AotTrace | _InductorTrace
         aot: AotTrace | None = None
         if traced.backend == INDUCTOR:
             found = _blocks_once(trace_by_inductor, traced.module, region)

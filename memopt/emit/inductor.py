@@ -8,7 +8,7 @@ import hashlib
 import threading
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,24 +245,19 @@ def _is_barrier(node: fx.Node) -> bool:
     return node.op == "call_function" and not (can_inline(node) or is_view(node))
 
 
-class _Running(threading.local):
-    """The modules and results of the backward that runs in this thread."""
-
-    def __init__(self) -> None:
-        self.takers: Sequence[Callable[[Tensor], Tensor | None]] = ()
-        self.returned: dict[int, Tensor] = {}
-
-
-_running = _Running()
+_running = threading.local()
+"""`handing`: for the backward that runs in this thread, the modules that take gradients, and a dict of those that they
+return, by the module's number."""
 
 
 @torch.library.custom_op("memopt::hand_gradient", mutates_args=())
 def hand_gradient(gradient: Tensor, number: int) -> Tensor:
     """Pass a gradient to the `AccumulateGradient` module with this number in the running backward. A gradient that the
     module returns is kept as a clone, for autograd. Returns an empty tensor, so that `gradient` is freed after this."""
-    returned = _running.takers[number](gradient)
+    takers, kept = _running.handing
+    returned = takers[number](gradient)
     if returned is not None:
-        _running.returned[number] = returned.clone()
+        kept[number] = returned.clone()
     return gradient.new_empty(0)
 
 
@@ -301,16 +296,16 @@ class _Handing:
         None takes the place of a gradient that a module took."""
 
         def run(arguments: list[Any]) -> list[Tensor | None]:
-            before = _running.takers, _running.returned
+            before = getattr(_running, "handing", None)
             # Asked here, because autograd does not know its current node inside an operator.
             takers = [functools.partial(module, receiver=module.receiver()) for module in self.modules]
             returned: dict[int, Tensor] = {}
-            _running.takers, _running.returned = takers, returned
+            _running.handing = takers, returned
             try:
                 pairs = zip(self.numbers, backward(arguments), strict=True)
                 return [returned.get(number) if number >= 0 else result for number, result in pairs]
             finally:
-                _running.takers, _running.returned = before
+                _running.handing = before
 
         return run if self.modules else backward
 
