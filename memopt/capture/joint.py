@@ -95,12 +95,10 @@ class JointGraph:
         """The numbers of the region's inputs to which a batch normalisation writes its statistics. Eager kernels write
         them without raising the tensors' version (`Tensor._version`), and the backward of training mode does not read
         them."""
-        written = {
-            node.args[0]
-            for node in self.module.graph.nodes
-            if node.target is torch.ops.aten.copy_.default and _is_of_batch_norm(node.args[1])
-        }
-        primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        graph = self.module.graph
+        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        written = {node.args[0] for node in copies if _is_of_batch_norm(node.args[1])}
+        primals = graph.find_nodes(op="placeholder")
         places = self.places or range(len(primals))
         return frozenset(number for number, place in enumerate(places) if primals[place] in written)
 
@@ -255,7 +253,7 @@ class JointGraph:
     def tensor_positions(self) -> dict[int, int]:
         """For each `primals_*` that is a tensor, by its number: the position of the region's input among those inputs
         that are tensors, the only ones that autograd counts."""
-        primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        primals = self.module.graph.find_nodes(op="placeholder")
         numbers = self.places or range(len(primals))
         tensors = [number for number in numbers if isinstance(primals[number].meta["val"], torch.Tensor)]
         return {number: position for position, number in enumerate(tensors)}

@@ -177,7 +177,7 @@ def _load(source: str) -> Callable[[list[Any]], Sequence[Any]]:
     nothing = _Nothing()
     names: dict[str, Any] = {"__name__": "memopt_dry_run", "_no_kernel": nothing}
     exec(compile(ast.fix_missing_locations(module), "<inductor>", "exec"), names)
-    names |= {f"empty_strided_{device}": _allocator(device) for device in DEVICES}
+    names |= {f"empty_strided_{device}": partial(_allocate, device) for device in DEVICES}
     names.update(reinterpret_tensor=_reinterpret, assert_size_stride=nothing, assert_alignment=nothing)
     return names["call"]
 
@@ -202,11 +202,8 @@ class _Nothing:
     run = __call__
 
 
-def _allocator(device: str) -> Callable[..., torch.Tensor]:
-    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    return allocate
+def _allocate(device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
