@@ -86,12 +86,13 @@ def emit_region(
         if joint.fused:
             run, footprint = compile_by_backend(joint, cut, accumulation, allowed_sizes, limit_bytes)
         else:
-            written = sorted(map(joint.place_of, joint.statistics))
-            run = joint.trace.aot.compile(
+            versions = _Versions(joint.statistics)
+            compiled = joint.trace.aot.compile(
                 cut,
-                lambda forward, _: keeping_versions(boxed(forward), written),
+                lambda forward, _: versions.kept_by(boxed(forward)),
                 lambda backward, _: telling(withholding(boxed(backward), joint), accumulation),
             )
+            run = versions.noted_by(compiled)
     return Emitted(detaching(run, joint.inputs_without_gradients), footprint, exchanges)
 
 
@@ -108,22 +109,38 @@ def detaching(run: Callable[..., Any], positions: Collection[int]) -> Callable[.
     return run_detached
 
 
-def keeping_versions(forward: Callable[[list[Any]], Any], numbers: Sequence[int]) -> Callable[[list[Any]], Any]:
-    """A function that runs a region's `forward` and then sets the version counters (`Tensor._version`) of its arguments
-    at the positions `numbers` back, before autograd saves any. These are running statistics of batch norms: eager
-    kernels write to them without raising the counter. The graph raises it at each write; after a second forward,
-    autograd would then refuse the backward of the first, which saved them."""
-    if not numbers:
-        return forward
+class _Versions:
+    """Sets the version counters (`Tensor._version`) of the region's inputs at the positions `numbers` back after its
+    forward. These are running statistics of batch norms: eager kernels write to them without raising the counter.
+    AOTAutograd raises it before it runs the forward; after a second forward, autograd would then refuse the backward of
+    the first, which saved them."""
 
-    def keeping(arguments: list[Any]) -> Any:
-        written = [arguments[number] for number in numbers]
-        versions = [tensor._version for tensor in written]
-        results = forward(arguments)
-        set_versions(written, versions)
-        return results
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._numbers = sorted(numbers)
+        self._before: list[tuple[torch.Tensor, int]] = []
 
-    return mark_boxed(keeping)
+    def noted_by(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, the function of a region, which first notes the counters of these inputs."""
+
+        def noting(*inputs: Any) -> Any:
+            self._before = [(inputs[number], inputs[number]._version) for number in self._numbers]
+            try:
+                return run(*inputs)
+            finally:
+                self._before = []
+
+        return noting if self._numbers else run
+
+    def kept_by(self, forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """`forward`, the region's forward, which at its end sets the counters back to those noted, before autograd
+        saves any input."""
+
+        def keeping(arguments: list[Any]) -> Any:
+            results = forward(arguments)
+            set_versions(*zip(*self._before, strict=True))
+            return results
+
+        return mark_boxed(keeping) if self._numbers else forward
 
 
 def partition(
