@@ -39,16 +39,6 @@ from memopt.compat.tensors import storage_key
 from memopt.errors import CaptureError
 
 
-class _Crossed:
-    """Computes no gradients of outputs from which other outputs are computed: raises `CrossedByDerivative` where a dry
-    run needs one."""
-
-    def gradient_by(self, *_: object) -> torch.Tensor:
-        raise CrossedByDerivative("takes a derivative through that break")
-
-    derivative_by = gradient_by
-
-
 class DryRun:
     """Records the runs of regions while a call's Python code runs once.
 
@@ -91,7 +81,7 @@ class DryRun:
         with observing(observed) if region.depends_on_data and all(map(is_real, given)) else nullcontext():
             outputs = stand_in(region.graph_module, forward, self.between, self.between.begin_run(), inputs)
         if region.feeds and region.deferred is None:
-            self._inner.append(InnerOutputs(outputs, region.feeds, _Crossed()))
+            self._inner.append(InnerOutputs(outputs, region.feeds))
         for value in filter(has_node, outputs):
             self._hooks.append(hooks_to_come(value))
         self.runs.append(replace(run, observed=tuple(observed)))
