@@ -61,17 +61,20 @@ class RegionRun:
         """A key, equal for runs that a plan may treat as the same: the same operators on the same parameters."""
         return self.region.operators, tuple(self.parameter_ids.values())
 
-    def sizes_in(self, graph: fx.Graph) -> DataSizes:
-        """The changing sizes of the run by their symbols, with the largest that it is planned for, and the sizes in the
-        region's joint graph `graph` that depend on data and have no known limit: their observed values with a margin,
-        or the limits that follow from the operators that make them."""
+    @property
+    def data_sizes(self) -> DataSizes:
+        """The changing sizes of the run by their symbols, and the largest that it is planned for."""
         symbols = list(self.region.changing.values())
-        known = DataSizes(dict(zip(symbols, self.sizes, strict=True)), dict(zip(symbols, self.most, strict=True)))
+        return DataSizes(dict(zip(symbols, self.sizes, strict=True)), dict(zip(symbols, self.most, strict=True)))
+
+    def sizes_in(self, graph: fx.Graph) -> DataSizes:
+        """`data_sizes`, extended by the data-dependent sizes in the region's joint graph `graph` that have no known
+        limit: their observed values with a margin, or the limits that follow from the operators that make them."""
         unlimited = without_limit(graph)
         seen = (match(graph, self.observed) if unlimited and self.observed else None) or {}
         observed = {name: size for name, size in seen.items() if name in unlimited}
-        limits = limits_by_operators(graph, unlimited - observed.keys(), known.allowed)
-        return known | DataSizes(limits, limits) | DataSizes.of(observed)
+        limits = limits_by_operators(graph, unlimited - observed.keys(), self.data_sizes.allowed)
+        return self.data_sizes | DataSizes(limits, limits) | DataSizes.of(observed)
 
 
 @dataclass(frozen=True, eq=False)
