@@ -36,7 +36,7 @@ class BlockPlace(NamedTuple):
 
     def of_block(self, block: int) -> BlockPlace:
         """The same place in another block."""
-        return self._replace(block=block)
+        return BlockPlace(self.run, self.backward, block, self.number)
 
 
 class _InputRole(NamedTuple):
@@ -46,6 +46,10 @@ class _InputRole(NamedTuple):
     run: int
     block: int
     template: fx.Node
+
+    def of_block(self, block: int) -> _InputRole:
+        """The same role in another block."""
+        return _InputRole(self.run, block, self.template)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,8 +215,8 @@ def _moved(found: Standing, one: fx.Node, other: fx.Node) -> bool:
         return one is other
     if isinstance(before, BlockPlace) and before.block == 0 and not before.backward:
         first, second = (len(found.half(before.run, False, block)) for block in (0, 1))
-        before = before._replace(number=before.number + second - first)
-    return before._replace(block=before.block + 1) == after
+        before = BlockPlace(before.run, before.backward, before.block, before.number + second - first)
+    return before.of_block(before.block + 1) == after
 
 
 def _read_nearby(found: Standing) -> bool:
