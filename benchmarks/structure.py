@@ -35,7 +35,7 @@ from benchmarks.stamp import stamp, write_result
 RESULT = Path(__file__).parent / "results" / "structure.json"
 ROOT = Path(memopt.__file__).parents[1]
 OURS = tuple(str(ROOT / package) + "/" for package in ("memopt", "passes"))
-SOLVER, EMISSION = ("solver/", "solve"), ("emit/partition.py", "")
+SOLVER, EMISSION = ("solver/", "solve"), ("emit/emit.py", "")
 """Part of the file's path, and the function's name where one is meant, of the places whose depth is reported."""
 
 

@@ -29,7 +29,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 
 from benchmarks.stamp import stamp, write_result
 from memopt.capture.joint import JointGraph
-from memopt.emit.partition import partition
+from memopt.emit.emit import partition
 from memopt.planning.schedule_parts import RegionSchedule
 from memopt.price.price import price
 from memopt.price.priced_graph import GraphUse, NodePrice

@@ -14,7 +14,7 @@ from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, V
 from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
-from memopt.capture.on_fakes import fake_parameters, replaced_parameters
+from memopt.capture.on_fakes import replaced_parameters
 from memopt.compat.autograd import (
     FREED,
     Retention,
@@ -25,7 +25,7 @@ from memopt.compat.autograd import (
     next_node_number,
     not_on_the_way_to,
 )
-from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes
+from memopt.compat.fakes import DEPENDS_ON_VALUES, FakeTensorMode, failing_on_fakes, to_fake
 from memopt.compat.hooks import has_hooks
 from memopt.compat.host import is_on_host, reads_raise, reads_seen, same_memory
 from memopt.compat.modules import forward_hook_tables, without_backward_hooks
@@ -178,7 +178,7 @@ def _count_on_fakes(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     correct_strides(mode)
     try:
-        with fake_parameters(model, mode, home) as fakes:
+        with replaced_parameters(model, lambda tensor: to_fake(mode, tensor, home)) as fakes:
             args, kwargs = fake_call(call, mode, home)
             if gradients_held:
                 for fake in fakes.values():

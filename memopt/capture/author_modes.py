@@ -150,7 +150,7 @@ class AuthorModes:
                 return func(*args, **kwargs)
 
             with plain_tensors(), without_torch_functions(), self.mode, torch.no_grad(), RunningBy(run):
-                given = tree_map(_detached, (args, kwargs))
+                given = tree_map(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, (args, kwargs))
                 dtype = torch.get_autocast_dtype(device)
                 with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
                     func(*given[0], **given[1])
@@ -187,10 +187,6 @@ def _autocast_device(args: Any, kwargs: Any) -> str | None:
 def _is_weight(value: torch.Tensor) -> bool:
     """Whether autocast's cache takes a tensor: an fp32 leaf that requires a gradient and is not a view."""
     return value.is_leaf and value.requires_grad and value.dtype == torch.float32 and not is_view(value)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 _ATTENTION = {
@@ -235,9 +231,8 @@ class CallerModes:
         with ExitStack() as blocks:
             for device in DEVICES:
                 if present.cached != self.cached or wanted.get(device) != given.get(device):
-                    on = device in wanted
-                    dtype = wanted.get(device)
-                    blocks.enter_context(torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=self.cached))
+                    how: Any = {"dtype": wanted.get(device), "enabled": device in wanted}
+                    blocks.enter_context(torch.autocast(device, **how, cache_enabled=self.cached))
             if self.within and not autocast_blocks():
                 blocks.enter_context(torch.autocast(HOST.type, enabled=False))
             if self.attention != present.attention:

@@ -51,11 +51,8 @@ class EagerCodeTooLargeError(CaptureError):
 
 class CrossedByDerivative(CaptureError):
     """Raised where eager code needs a derivative through a region that the region's backward cannot give: gradients of
-    gradients (`create_graph=True`), or the gradient of an output from which the region computes other outputs."""
-
-
-CROSSED = "takes a derivative through that break"
-"""How a refusal goes on after the reason for a graph break: "…, and it takes a derivative through that break"."""
+    gradients (`create_graph=True`), or the gradient of an output from which the region computes other outputs. The
+    message is how a refusal goes on after the reason for a graph break and "and it"."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +100,21 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
 
     def begin_run(self) -> int:
         """Record that a run of a region begins; returns the run's number."""
-        self.raise_peak(0)
-        peak = max(self.peak_bytes, self.live_bytes)
-        self.runs.append(EagerCodeBytes(peak, self.live_bytes))
-        self.peak_bytes = 0
+        self.runs.append(EagerCodeBytes(self._peak_so_far(), self.live_bytes))
         return len(self.runs) - 1
 
     def begin_backward(self, number: int, gradients: Any) -> None:
         """Record that the backward of run `number` begins with `gradients`, those of its outputs. The gradients do not
         count as held by eager code, since the plan of the region includes them."""
-        self.raise_peak(0)
-        peak = max(self.peak_bytes, self.live_bytes)
+        peak = self._peak_so_far()
         held = self.live_bytes - self.bytes_among(gradients)
         self.runs[number] = replace(self.runs[number], before_backward=peak, during_backward=held)
-        self.peak_bytes = 0
+
+    def _peak_so_far(self) -> int:
+        """The most bytes held since this was last asked."""
+        self.raise_peak(0)
+        peak, self.peak_bytes = self.peak_bytes, 0
+        return peak
 
     @contextmanager
     def planned(self) -> Iterator[None]:
@@ -132,8 +130,7 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         bytes alive include gathered parameters at the present size of their storages, which FSDP2 resizes to free them,
         and the unsharded gradients of earlier backwards, which are set aside while the step is counted.
 
-        Raises `EagerCodeTooLargeError` where the bytes alive exceed `most_bytes`.
-        """
+        Raises `EagerCodeTooLargeError` where the bytes alive exceed `most_bytes`."""
         self.recount(self.gathered.memory())
         before, self._waiting_bytes = self._waiting_bytes, self.gathered.waiting_bytes
         self.live_bytes += self._waiting_bytes - before
@@ -149,12 +146,8 @@ class Between(LiveBytes):  # type: ignore[no-untyped-call]
         They are an upper bound from a rule. On the CPU, where that bound would raise the peak, they are measured in one
         more run of the kernel, on made-up values: those of a dry run are arbitrary anyway."""
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
-        if (
-            self._planned
-            or func.is_view
-            or not tensors
-            or any(one.layout != torch.strided or is_wrapper(one) for one in tensors)
-        ):
+        special = any(one.layout != torch.strided or is_wrapper(one) for one in tensors)
+        if self._planned or func.is_view or not tensors or special:
             return 0
         call = describe(func, args, kwargs, result)
         return eager_workspace_bytes(call, device_type_of(tensors[0]), self.peak_bytes - self.live_bytes)
@@ -209,20 +202,16 @@ class _StandIn(torch.autograd.Function):
             # Detached, because autograd takes an output that is an input for one that was written over.
             results = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)
             # An output without a gradient in the model has none here either: later regions are captured as they run.
-            ctx.mark_non_differentiable(*(results[position] for position in undifferentiated(region)))
+            known = zip(result_values(region), results, strict=True)
+            constant = (of for one, of in known if isinstance(one, torch.Tensor) and not one.requires_grad)
+            ctx.mark_non_differentiable(*constant)
             return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
-            raise CrossedByDerivative(f"{CROSSED} (create_graph=True)")
+            raise CrossedByDerivative("takes a derivative through that break (create_graph=True)")
         ctx.between.begin_backward(ctx.number, gradients)
         ctx.held = None
         made = [like and torch.empty_like(like[0], device=like[1]) for like in ctx.likes]  # counted: it is passed on
         return None, None, None, None, *made
-
-
-def undifferentiated(region: fx.GraphModule) -> list[int]:
-    """The positions of a region's results that are tensors and require no gradient in Dynamo's graph."""
-    known = enumerate(result_values(region))
-    return [at for at, value in known if isinstance(value, torch.Tensor) and not value.requires_grad]

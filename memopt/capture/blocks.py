@@ -4,7 +4,7 @@ Two neighbouring blocks are equal if their calls are the same in order, with the
 dtypes, and if what two corresponding calls read corresponds too: it is the same value of each one's own block or of the
 block before it, one input or earlier value that both blocks read, or an input that each block has for itself. If some
 middle blocks are left out, a trace of the rest is then that of the whole graph but for these blocks
-(`memopt.capture.stamp`).
+(`memopt.capture.stamp`). Marks on the nodes, which tracing copies, say from which node each traced one comes.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def find_runs(module: fx.GraphModule, inputs: Sequence[Any], written: Collection
     """The runs of at least six equal blocks in a graph, which do not overlap.
 
     `inputs` are the values of its placeholders, and `written` holds the numbers of those that the graph writes to. A
-    block that reads one of these is equal to no other block.
-    """
+    block that reads one of these is equal to no other block."""
     return _Finder(module, inputs, written).runs()
 
 
@@ -106,8 +105,7 @@ class _Finder:
         value = node.meta.get("val", node.meta.get("example_value"))
         if data_symbols_of(value) or not self.written.isdisjoint(node.all_input_nodes):
             return node
-        target = constant_key(attrgetter(str(node.target))(self.module)) if node.op == "get_attr" else node.target
-        return node.op, target, argument_kind((node.args, node.kwargs)), value_kind(value)
+        return node_kind(node, value, self.module)
 
     def _stretches(self) -> Iterator[tuple[int, int, int]]:
         """Yields start, end (excluded) and period of each stretch of `calls` in which every call is of the same kind as
@@ -122,15 +120,12 @@ class _Finder:
         common = [gap for gap, _ in gaps.most_common(_MOST_PERIODS)]
         for period in dict.fromkeys(gap * times for times in (1, 2, 3, 4) for gap in common):
             start = 0
-            for place in range(len(self.kinds)):
-                later = place + period
+            for place, later in enumerate(range(period, len(self.kinds) + 1)):
                 if later < len(self.kinds) and self.kinds[place] == self.kinds[later]:
                     continue
-                if place + period - start >= _LEAST * period:
-                    yield start, place + period, period
+                if later - start >= _LEAST * period:
+                    yield start, later, period
                 start = place + 1
-                if later >= len(self.kinds):
-                    break
 
     def _run(self, start: int, end: int, period: int) -> BlockRun | None:
         """The longest run between two positions in `calls`; None where no six blocks are equal. The first block begins
@@ -228,9 +223,38 @@ def _calls_saved(stretch: tuple[int, int, int]) -> int:
     return ((end - start) // period - FIRST - LAST) * period
 
 
+def node_kind(node: fx.Node, value: Any, module: fx.GraphModule) -> tuple[Hashable, ...]:
+    """A key of a node in the graph of `module` with this value, equal for nodes that differ only in what they read."""
+    target = constant_key(attrgetter(str(node.target))(module)) if node.op == "get_attr" else node.target
+    return node.op, target, argument_kind((node.args, node.kwargs)), value_kind(value)
+
+
 def constant_key(value: Any) -> Hashable:
     """A key, equal for constants that tracing cannot tell apart: two small tensors with the same elements. The key of
     any other constant, such as the graph that a higher-order operator runs, equals no other constant's."""
     if isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor) or value.numel() > _MOST_ELEMENTS:
         return type(value), id(value)
     return value_kind(value), repr(value.tolist())
+
+
+_OPERATOR = "memopt_operator"
+"""The entry of `node.meta["custom"]` with the name of the node that a node was traced from."""
+
+
+def mark_operators(graph: fx.Graph) -> None:
+    """Write into the metadata of each node its own name. Tracers copy this entry to every node that they make from that
+    node, in the backward too; `traced_from` reads the copy."""
+    for node in graph.nodes:
+        node.meta["custom"] = {**node.meta.get("custom", {}), _OPERATOR: node.name}
+
+
+def without_mark(node: fx.Node, mark: str = _OPERATOR) -> None:
+    """Remove a mark from a traced node, by default the name that `mark_operators` wrote and tracing copied."""
+    custom = {name: value for name, value in node.meta.get("custom", {}).items() if name != mark}
+    node.meta.update(custom=custom) if custom else node.meta.pop("custom", None)
+
+
+def traced_from(node: fx.Node) -> str:
+    """The name of the node that `node` was traced from, which `mark_operators` wrote before the trace; "" for a node
+    without this mark."""
+    return str(node.meta.get("custom", {}).get(_OPERATOR, ""))

@@ -13,7 +13,7 @@ from torch import fx
 from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes, Observed, limits_by_operators, match, without_limit
 from memopt.capture.outputs import example_of
-from memopt.capture.region import RecordedRegion, Sizes, parameter_numbers
+from memopt.capture.region import RecordedRegion, Sizes, parameter_ids
 from memopt.compat.tensors import is_sharded
 from memopt.device.storages import storage_bytes
 from memopt.units import size
@@ -43,12 +43,13 @@ class RegionRun:
     @classmethod
     def of(cls, region: RecordedRegion, inputs: Sequence[Any], real_ids: Mapping[int, int] | None = None) -> RegionRun:
         """The run of a region on these inputs; `real_ids` is as for `RecordedRegion.record`."""
-        known = real_ids or {}
-        ids = {number: id(inputs[number]) for number in parameter_numbers(inputs)}
-        shapes = tuple(_numbers(value.shape) for value in inputs if isinstance(value, torch.Tensor))
+        shapes = tuple(
+            tuple(size if isinstance(size, int) else -1 for size in value.shape)
+            for value in inputs
+            if isinstance(value, torch.Tensor)
+        )
         sizes = region.sizes_of(inputs)
-        ids = {number: known.get(parameter, parameter) for number, parameter in ids.items()}
-        return cls(region, ids, shapes, sizes, sizes)
+        return cls(region, parameter_ids(inputs, real_ids), shapes, sizes, sizes)
 
     def is_within(self, planned: RegionRun) -> bool:
         """Whether a plan for `planned`, a run of the same region, serves this one."""
@@ -83,19 +84,15 @@ class CapturedCall:
     runs: tuple[RegionRun, ...]
     break_reason: str = ""
     """Why the forward breaks into several regions; empty for a call that is one region."""
-    held_bytes: int = 0
-    """The bytes that eager code between the regions holds after the forward."""
-    after_bytes: int = 0
-    """The most bytes that eager code holds after the last backward of a region."""
+    ending: EagerCodeBytes = field(default_factory=EagerCodeBytes)
+    """What eager code holds around the end of the forward (`during`): `before_backward` is the most between the last
+    region's forward and that end, `before` the most after the last backward of a region."""
     returned_bytes: int = 0
     """The bytes that a call in several regions returns, which the last region need not have made; 0 for one region."""
-    returning_bytes: int = 0
-    """The most bytes that eager code holds between the last region's forward and the end of the call's."""
     sizes: DataSizes = field(default_factory=DataSizes)
     """The changing sizes of a call that is one region: those of the call, and the largest that it is planned for."""
     input_bytes: tuple[int, ...] = ()
     """The bytes of each of the call's tensors at the largest sizes; empty where all sizes are fixed."""
-
     eager: frozenset[int] = frozenset()
     """The `id`s of the parameters that get gradients from eager code between the regions."""
     kept: tuple[tuple[str, int], ...] = ()
@@ -142,11 +139,6 @@ class CapturedCall:
         return cls((run,), sizes=sizes or DataSizes(), input_bytes=input_bytes)
 
     @property
-    def ceiling(self) -> Sizes:
-        """The largest values of the changing sizes that the call is planned for."""
-        return tuple(self.sizes.allowed.values())
-
-    @property
     def regions(self) -> tuple[RecordedRegion, ...]:
         """The recorded region of each run, in the order of the forward."""
         return tuple(run.region for run in self.runs)
@@ -176,7 +168,3 @@ class CapturedCall:
     def graph(self) -> fx.GraphModule | None:
         """Dynamo's graph of a call that is one region; None for a call in several regions."""
         return self.runs[0].region.graph_module if self.whole else None
-
-
-def _numbers(shape: Sequence[Any]) -> Sizes:
-    return tuple(size if isinstance(size, int) else -1 for size in shape)

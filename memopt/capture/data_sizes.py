@@ -16,13 +16,7 @@ from torch.overrides import TorchFunctionMode
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import OpOverload, RunningBy, kernels_as_in_eager_mode, plain_tensors
-from memopt.compat.symbols import (
-    data_symbols_of,
-    known_sizes,
-    largest_value,
-    limit_of,
-    plain_symbol,
-)
+from memopt.compat.symbols import data_symbols_of, known_sizes, largest_value, limit_of, plain_symbol
 from memopt.compat.tensors import has_no_storage
 from memopt.saved_values import values_restored
 from memopt.training_state import containers_restored, undone
@@ -95,8 +89,7 @@ def observe(model: nn.Module, call: Call, run: Callable[..., Any]) -> tuple[Obse
 
     Derivatives that the forward takes by `torch.autograd.grad` are zeros, since the true ones would need its
     activations. The model, random generators and the tensors, dictionaries and lists of the call are afterwards as
-    before, also where the forward raises.
-    """
+    before, also where the forward raises."""
     seen: list[Observed] = []
     kept = values_restored(tensors_in(call))
     with undone(model), kept, containers_restored(call), plain_tensors(), torch.no_grad(), _StandIn(), observing(seen):
@@ -152,11 +145,11 @@ def most_observed(one: Sequence[Observed], other: Sequence[Observed]) -> tuple[O
 
 
 def _larger(one: tuple[int, ...] | int, other: tuple[int, ...] | int) -> tuple[int, ...] | int:
-    if isinstance(one, int) or isinstance(other, int):
-        assert isinstance(one, int)
-        assert isinstance(other, int)
-        return max(one, other)
-    return tuple(map(max, one, other))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return tuple(map(max, one, other))
+    assert isinstance(one, int)
+    assert isinstance(other, int)
+    return max(one, other)
 
 
 def _first(value: Any) -> Any:
@@ -245,17 +238,18 @@ def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | Non
     in a run of the same forward. The graph's operators are matched with these in order, also those that introduce no
     symbol: if one mask selects from two tensors, the second result has the symbol of the first.
 
-    None where an operator that introduces symbols has no result in `observed`.
-    """
+    None where an operator that introduces symbols has no result in `observed`."""
     position, values = 0, dict[str, int]()
     introduced = dict(new_symbols(graph))
     for node in graph.nodes:
         new = introduced.get(node, {})
-        if not (new or (isinstance(node.target, OpOverload) and _may_depend_on_data(node.target, _values(node.args)))):
+        read: Any = fx.map_arg(node.args, lambda source: source.meta.get("val"))
+        if not (new or (isinstance(node.target, OpOverload) and _may_depend_on_data(node.target, read))):
             continue
         known = {name: dim for name, dim in _sizes(node).items() if name in values}
         left = range(position, len(observed))
-        fits = (at for at in left if observed[at].op == str(node.target) and _agree(observed[at], known, values))
+        named = (at for at in left if observed[at].op == str(node.target))
+        fits = (at for at in named if all(_size(observed[at], dim) == values[name] for name, dim in known.items()))
         found = next(fits, None)
         if found is not None:
             position = found + 1
@@ -265,19 +259,10 @@ def match(graph: fx.Graph, observed: Sequence[Observed]) -> dict[str, int] | Non
     return values
 
 
-def _agree(one: Observed, dimensions: Mapping[str, int | None], values: Mapping[str, int]) -> bool:
-    """Whether a result has the known values of the symbols in its `dimensions`."""
-    return all(_size(one, dimension) == values[name] for name, dimension in dimensions.items())
-
-
 def _size(one: Observed, dimension: int | None) -> int:
     size = one.result if dimension is None else one.result[dimension]  # type: ignore[index]
     assert isinstance(size, int)
     return size
-
-
-def _values(args: Any) -> Any:
-    return fx.map_arg(args, lambda node: node.meta.get("val"))
 
 
 def guard_sizes(forward: fx.GraphModule, allowed: Mapping[str, int]) -> None:

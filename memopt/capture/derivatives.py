@@ -3,14 +3,14 @@ that differentiates these derivatives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from memopt.capture.dynamo import GraphBreak
-from memopt.capture.dynamo_graph import graphs_within
+from memopt.capture.dynamo_graph import graphs_within, nodes_within
 from memopt.compat.operators import (
     HigherOrderOperator,
     begins_transform,
@@ -30,7 +30,7 @@ TAKEN_WITHIN = (
 
 def takes_derivatives(graph_module: fx.GraphModule) -> bool:
     """Whether the code of a region takes derivatives itself, by `torch.autograd.grad` or a transform of torch.func."""
-    return any(takes_derivative(node.target) for _, node in _calls(graph_module))
+    return any(takes_derivative(node.target) for node in nodes_within(graph_module))
 
 
 def prepare_derivatives(graph_module: fx.GraphModule) -> frozenset[int]:
@@ -38,8 +38,7 @@ def prepare_derivatives(graph_module: fx.GraphModule) -> frozenset[int]:
     the inputs that must require a gradient when the region runs, because its code calls `requires_grad_` on them.
 
     Edits the graph: calls of `requires_grad_` and of an `autograd.Function` are replaced. Raises `GraphBreak` where the
-    graph would lose derivatives that the plain model computes.
-    """
+    graph would lose derivatives that the plain model computes."""
     derives = takes_derivatives(graph_module)
     found = _take_requires_grad(graph_module, derives=derives)
     if derives:
@@ -51,12 +50,6 @@ def forward_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
     """A function that runs the forward of a region, to be called with gradients disabled. The function enables
     gradients where the region's own code takes derivatives."""
     return torch.enable_grad()(graph_module.forward) if takes_derivatives(graph_module) else graph_module.forward
-
-
-def _calls(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-    """The calls of functions in a graph and in those within it, such as blocks under `torch.utils.checkpoint`."""
-    for inner in graphs_within(graph_module):
-        yield from ((inner, node) for node in inner.graph.nodes if node.op == "call_function")
 
 
 def _take_requires_grad(graph_module: fx.GraphModule, *, derives: bool) -> frozenset[int]:
@@ -113,8 +106,9 @@ def _replace_functions(graph_module: fx.GraphModule) -> None:
     """Have each `autograd.Function` run such that its backward is differentiated again. Raises `GraphBreak` for one
     within a transform of torch.func, and for other operators that hold graphs: torch's derivatives of their derivatives
     are not known to be right."""
-    calls = [(inner, node) for inner, node in _calls(graph_module) if isinstance(node.target, HigherOrderOperator)]
-    transforms = any(begins_transform(node.target) for _, node in _calls(graph_module))
+    nodes = [(inner, node) for inner in graphs_within(graph_module) for node in inner.graph.nodes]
+    calls = [(inner, node) for inner, node in nodes if isinstance(node.target, HigherOrderOperator)]
+    transforms = any(begins_transform(node.target) for _, node in nodes)
     for inner, call in calls:
         if is_checkpoint(call.target):
             continue

@@ -9,13 +9,20 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from memopt.capture.between import CROSSED, Between, CrossedByDerivative, EagerCodeTooLargeError, Passed, stand_in
+from memopt.capture.between import (
+    Between,
+    CrossedByDerivative,
+    EagerCodeBytes,
+    EagerCodeTooLargeError,
+    Passed,
+    stand_in,
+)
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import Observed, is_real, observing
 from memopt.capture.derivatives import forward_of
@@ -30,16 +37,6 @@ from memopt.compat.modules import without_backward_hooks
 from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.tensors import storage_key
 from memopt.errors import CaptureError
-
-
-class _Crossed:
-    """Computes no gradients of outputs from which other outputs are computed: raises `CrossedByDerivative` where a dry
-    run needs one."""
-
-    def gradient_by(self, *_: object) -> torch.Tensor:
-        raise CrossedByDerivative(CROSSED)
-
-    derivative_by = gradient_by
 
 
 class DryRun:
@@ -62,19 +59,15 @@ class DryRun:
         self.real_ids, self.forward_of = real_ids, forward_of
         self.between = Between(gathered, most_bytes)
         self.runs: list[RegionRun] = []
-        self._values: list[_ValuesOfRun] = []
-        """The inputs and outputs of each run, in the order of the runs."""
+        self._passed: list[Passed] = []
+        """What each run shares with other code, but for how long its outputs are held."""
+        self._memory: list[dict[int, Any]] = []
+        """For each run, by the position of each output with memory of its own, a weak reference to that memory."""
+        self._held_in: list[dict[int, int]] = []
+        """For each run, by the same positions, the last run that began while the output was held; at first itself."""
         self._inner: list[InnerOutputs] = []
         self._hooks: list[dict[int, Any]] = []
         """The tables of the hooks that the model's code adds to outputs."""
-        self.held_bytes = 0
-        """The bytes that eager code holds after the forward."""
-        self.returned_bytes = 0
-        """The bytes of the call's outputs."""
-        self.returning_bytes = 0
-        """The most bytes that eager code holds between the last run of a region and the end of the forward."""
-        self.eager: set[int] = set()
-        """The `id`s of the parameters that get gradients from operators between regions."""
 
     def run(self, region: RecordedRegion, inputs: tuple[Any, ...]) -> Any:
         """Run a region on its inputs and return its outputs. The run is recorded if an output requires a gradient."""
@@ -88,26 +81,27 @@ class DryRun:
         with observing(observed) if region.depends_on_data and all(map(is_real, given)) else nullcontext():
             outputs = stand_in(region.graph_module, forward, self.between, self.between.begin_run(), inputs)
         if region.feeds and region.deferred is None:
-            self._inner.append(InnerOutputs(outputs, region.feeds, _Crossed()))
+            self._inner.append(InnerOutputs(outputs, region.feeds))
         for value in filter(has_node, outputs):
             self._hooks.append(hooks_to_come(value))
         self.runs.append(replace(run, observed=tuple(observed)))
         passed_on = frozenset(number for number, value in enumerate(inputs) if self.between.passes_on(value))
-        outputs_memory = tuple(_weak_storage(value, given) for value in outputs)
-        self._values.append(_ValuesOfRun(len(self._values), passed_on, self._given(inputs), outputs_memory))
+        self._passed.append(Passed(gradients=passed_on, given=self._given(inputs)))
+        memory = {position: _weak_storage(value, given) for position, value in enumerate(outputs)}
+        self._memory.append({position: weak for position, weak in memory.items() if weak is not None})
+        self._held_in.append(dict.fromkeys(self._memory[-1], len(self._memory) - 1))
         return outputs
 
     def _given(self, inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """`Passed.given` of a run that begins with these inputs. Also notes which earlier outputs are held now."""
-        number = len(self._values)
-        made = {
-            id(storage): (run, position)
-            for run, earlier in enumerate(self._values)
-            for position, storage in earlier.held(number)
-        }
-        tensors = ((at, value) for at, value in enumerate(inputs) if _has_memory(value))
-        found = ((at, made.get(id(value.untyped_storage()))) for at, value in tensors)
-        return {at: place for at, place in found if place is not None}
+        made: dict[int, tuple[int, int]] = {}
+        for run, memory in enumerate(self._memory):
+            for position, weak in memory.items():
+                if (storage := weak()) is not None:
+                    self._held_in[run][position] = len(self._memory)
+                    made[id(storage)] = run, position
+        storages = {at: id(value.untyped_storage()) for at, value in enumerate(inputs) if _has_memory(value)}
+        return {at: made[storage] for at, storage in storages.items() if storage in made}
 
     def remove_hooks(self) -> None:
         """Remove the hooks that the model's code has added to outputs of regions: one that refers to another output of
@@ -115,78 +109,46 @@ class DryRun:
         for table in self._hooks:
             table.clear()
 
-    def captured(self, reason: str) -> CapturedCall:
-        """The captured call, once `differentiate` has run. `reason` says why the call is not one region."""
-        around = zip(self.runs, self.between.runs, self._values, strict=True)
-        runs = (replace(run, eager=eager, passed=values.passed()) for run, eager, values in around)
+    def captured(self, outputs: Any, parameters: Iterable[torch.Tensor], reason: str) -> CapturedCall:
+        """The captured call, which has returned `outputs`; `reason` says why it is not one region. Runs the backward
+        from them to `parameters`, to count what eager code holds meanwhile. No `.grad` changes and no hook on a
+        parameter's gradient runs, except that FSDP2 sets `.grad` of gathered parameters."""
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        self.between.raise_peak(0)
+        held, returning = self.between.live_bytes, self.between.peak_bytes
+        gone_early = dict(enumerate(self._gone()))
+        eager = self._differentiate(tensors, [one for one in parameters if one.requires_grad])  # may run regions again
+        passed = [
+            replace(one, outputs=gone, forward_only={at: self._held_in[run][at] for at in gone_early.get(run, ())})
+            for run, (one, gone) in enumerate(zip(self._passed, self._gone(), strict=True))
+        ]
+        around = zip(self.runs, self.between.runs, passed, strict=True)
         return CapturedCall(
-            tuple(runs),
+            tuple(replace(run, eager=bytes_around, passed=shared) for run, bytes_around, shared in around),
             reason,
-            held_bytes=self.held_bytes,
-            after_bytes=self.between.peak_bytes,
-            returned_bytes=self.returned_bytes,
-            returning_bytes=self.returning_bytes,
-            eager=frozenset(self.eager),
+            EagerCodeBytes(before=self.between.peak_bytes, during=held, before_backward=returning),
+            returned_bytes=_known_bytes(tensors),
+            eager=eager,
         )
 
-    def differentiate(self, outputs: Any, parameters: Iterable[torch.Tensor]) -> None:
-        """Run the backward from the call's outputs to `parameters`, to count what eager code holds meanwhile. Sets
-        `held_bytes`, `returned_bytes`, `returning_bytes` and `eager`. No `.grad` changes and no hook on a parameter's
-        gradient runs, except that FSDP2 sets `.grad` of gathered parameters."""
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-        roots = [tensor for tensor in tensors if tensor.requires_grad]
+    def _gone(self) -> list[frozenset[int]]:
+        """For each run, the positions of the outputs that nobody holds now."""
+        return [frozenset(at for at, weak in memory.items() if weak() is None) for memory in self._memory]
+
+    def _differentiate(self, outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Run the backward; returns the `id`s of the parameters that get gradients from operators between regions."""
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
         scalars = [root for root in roots if root.dim() == 0] or roots
-        self.between.raise_peak(0)
-        self.held_bytes, self.returned_bytes = self.between.live_bytes, _known_bytes(tensors)
-        self.returning_bytes = self.between.peak_bytes
-        for values in self._values:
-            values.forward_is_over()
         with self.between.planned():
             gradients = [torch.ones_like(scalar) for scalar in scalars]
-        differentiable = [parameter for parameter in parameters if parameter.requires_grad]
         if self.between.gathered:
             torch.autograd.backward(scalars, gradients)
-            self.eager |= {id(parameter) for parameter in differentiable if parameter.grad is not None}
-        elif differentiable:
-            found = torch.autograd.grad(scalars, differentiable, gradients, allow_unused=True)
-            known = self.real_ids or {}
-            pairs = zip(differentiable, found, strict=True)
-            self.eager |= {known.get(id(one), id(one)) for one, gradient in pairs if gradient is not None}
-
-
-@dataclass
-class _ValuesOfRun:
-    """The values that a run of a region took from earlier runs, and how long its own outputs stay in memory."""
-
-    number: int
-    passed_on: frozenset[int]
-    """The numbers of the inputs that are values which other code computed."""
-    given: Mapping[int, tuple[int, int]]
-    """`Passed.given`."""
-    outputs: tuple[Any, ...]
-    """A weak reference to the memory of each output; None for an output without memory of its own."""
-    held_in: dict[int, int] = field(default_factory=dict)
-    """Position of an output → the number of the last run that began while it was held."""
-    forward_only: dict[int, int] = field(default_factory=dict)
-    """`Passed.forward_only`."""
-
-    def held(self, number: int) -> Iterator[tuple[int, Any]]:
-        """The positions and the memory of the outputs that are held now, as run `number` begins."""
-        for position, reference in enumerate(self.outputs):
-            storage = reference and reference()
-            if storage is not None:
-                self.held_in[position] = number
-                yield position, storage
-
-    def forward_is_over(self) -> None:
-        """Note which outputs are not held after the forward."""
-        gone = (at for at, reference in enumerate(self.outputs) if reference is not None and reference() is None)
-        self.forward_only = {at: self.held_in.get(at, self.number) for at in gone}
-
-    def passed(self) -> Passed:
-        """Which values the run shares with other code, and how long; valid once the step is over."""
-        gone = frozenset(at for at, reference in enumerate(self.outputs) if reference is not None and not reference())
-        return Passed(gone, self.passed_on, self.forward_only, self.given)
+            return frozenset(id(parameter) for parameter in parameters if parameter.grad is not None)
+        if not parameters:
+            return frozenset()
+        pairs = zip(parameters, torch.autograd.grad(scalars, parameters, gradients, allow_unused=True), strict=True)
+        known = self.real_ids or {}
+        return frozenset(known.get(id(one), id(one)) for one, gradient in pairs if gradient is not None)
 
 
 def _has_memory(value: Any) -> bool:
@@ -231,8 +193,7 @@ def record_dry_run(
         with own[0], own[1], mode or nullcontext(), dry_run.between:
             outputs = run()
             in_forward = False
-            dry_run.differentiate(outputs, parameters)
-            captured = dry_run.captured(reason) if dry_run.runs else None
+            captured = dry_run.captured(outputs, parameters, reason)
             del outputs  # held until here, as the caller may hold them to the step's end
     except Exception as failure:
         known = isinstance(failure, (DynamoError, CrossedByDerivative, GraphBreak))
@@ -240,19 +201,15 @@ def record_dry_run(
         if mode is None and not known and (in_forward or too_large):
             raise
         error = in_brief_with_line(failure)
-        where = (
-            "running the rest of the forward on fake tensors failed"
-            if mode
-            else "running the rest of the forward failed"
-        )
-        reasons = reason if error == reason or str(failure) == reason else f"{reason}; {where}: {error}"
+        where = "running the rest of the forward on fake tensors" if mode else "running the rest of the forward"
+        reasons = reason if error == reason or str(failure) == reason else f"{reason}; {where} failed: {error}"
         if isinstance(failure, CrossedByDerivative):
             reasons = f"{reason}, and it {failure}"
         raise CaptureError(cannot_capture(model, reasons)) from failure
     finally:
         dry_run.remove_hooks()
-    if captured is None:
-        raise CaptureError(cannot_capture(model, reason, NOTHING_CAPTURED))
+    if not captured.runs:
+        raise CaptureError(cannot_capture(model, reason, _NOTHING_CAPTURED))
     return captured
 
 
@@ -306,7 +263,7 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-NOTHING_CAPTURED = (
+_NOTHING_CAPTURED = (
     ", and torch.compile captures nothing of a function with such a line in a loop: move the loop into its own function"
 )
 RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unplanned"

@@ -13,15 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from memopt.capture.between import Passed
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import MARGIN, most_observed
 from memopt.capture.inputs import Call, replaced_tensors, tensor_numbers, tensors_in
 from memopt.capture.region import Sizes
 from memopt.compat.dynamo import marked_changing
-
-_EAGER = "held_bytes", "after_bytes", "returning_bytes"
-"""The fields of a `CapturedCall` with the bytes of the eager code around all its runs."""
 
 
 def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN) -> CapturedCall:
@@ -30,7 +26,7 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
 
     A run that has other sizes in `further` is planned for the larger ones, times `margin`. Where `further` has runs of
     other regions on the same parameters, those of `known` are dropped, since a forward runs only one of the two."""
-    if _numbered(known) != _numbered(further):
+    if [(run.place, run.passed) for run in known.runs] != [(run.place, run.passed) for run in further.runs]:
         known, further = (  # without references to other runs by number, as these may change
             replace(call, runs=tuple(replace(run, passed=run.passed.without_runs()) for run in call.runs))
             for call in (known, further)
@@ -53,16 +49,14 @@ def together(known: CapturedCall, further: CapturedCall, margin: float = MARGIN)
         taken = {parameter for run in theirs for parameter in run.parameter_ids.values()}
         runs += [run for run in ours if taken.isdisjoint(run.parameter_ids.values())]
         runs += theirs
-    eager = known.eager | further.eager
-    input_bytes = max(known.input_bytes, further.input_bytes, key=sum)
-    most = {name: max(getattr(known, name), getattr(further, name)) for name in (*_EAGER, "returned_bytes")}
-    return replace(known, runs=tuple(runs), input_bytes=input_bytes, eager=eager, **most)
-
-
-def _numbered(call: CapturedCall) -> list[tuple[object, Passed]]:
-    """For each run, its place and what it passes on. If these are equal in two calls, equal numbers stand for the same
-    run."""
-    return [(run.place, run.passed) for run in call.runs]
+    return replace(
+        known,
+        runs=tuple(runs),
+        ending=known.ending | further.ending,
+        returned_bytes=max(known.returned_bytes, further.returned_bytes),
+        input_bytes=max(known.input_bytes, further.input_bytes, key=sum),
+        eager=known.eager | further.eager,
+    )
 
 
 def known_places(before: Sequence[RegionRun], now: Sequence[RegionRun]) -> tuple[int | None, ...]:
@@ -81,9 +75,8 @@ def _blocks(runs: Sequence[RegionRun], others: Sequence[RegionRun]) -> Sequence[
 
 def with_eager_bytes(call: CapturedCall, factor: float) -> CapturedCall:
     """A copy of `call` with the bytes of the code between regions multiplied by `factor`."""
-    scaled = {name: math.ceil(factor * getattr(call, name)) for name in _EAGER}
     runs = tuple(replace(run, eager=run.eager.scaled(factor)) for run in call.runs)
-    return replace(call, runs=runs, **scaled)
+    return replace(call, runs=runs, ending=call.ending.scaled(factor))
 
 
 def _larger(run: RegionRun, other: RegionRun, margin: float) -> RegionRun:
@@ -128,16 +121,15 @@ def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: 
             sizes that do not change.
         with_targets: the call is `(inputs, targets)`, as with a `loss_fn`.
 
-    Raises `ValueError` for a name, a dimension or a value that does not fit the batch.
-    """
+    Raises `ValueError` for a name, a dimension or a value that does not fit the batch."""
     if dynamic is None:
         return {}
     numbers = tensor_numbers(call)
     given: Any = call[0]
     if with_targets and len(given) == 1:
         (given,) = given  # the batch of a loss function that takes the model
-    elif not with_targets:
-        given = _by_name(call, model) if isinstance(dynamic, Mapping) else call[0]
+    elif not with_targets and isinstance(dynamic, Mapping):
+        given = {**dict(zip(inspect.signature(model.forward).parameters, call[0], strict=False)), **call[1]}
     return {
         (numbers[id(tensor)], dimension): most
         for tensor, dimensions in _matched(dynamic, given, "dynamic")
@@ -153,14 +145,14 @@ def all_places(call: Call) -> set[Place]:
 def markable(call: Call, places: Collection[Place]) -> set[Place]:
     """The part of `places`, pairs `(number of the tensor, dimension)`, whose sizes can become symbols: those above 1,
     since torch takes sizes of 0 and 1 as constants."""
-    tensors = list(tensors_in(call))
+    tensors = tensors_in(call)
     return {(number, dimension) for number, dimension in places if tensors[number].shape[dimension] > 1}
 
 
 def marked(call: Call, places: Collection[Place]) -> AbstractContextManager[None]:
     """A context in which Dynamo, when it captures `call`, makes symbols of the sizes at `places`: dimensions of the
     call's tensors, each as `(number of the tensor, dimension)`."""
-    tensors = list(tensors_in(call))
+    tensors = tensors_in(call)
     return marked_changing([(tensors[number], dimension) for number, dimension in places])
 
 
@@ -181,18 +173,11 @@ def at_largest(call: Call, places: Mapping[Place, int | None]) -> Call:
     return replaced_tensors(call, largest)
 
 
-def _by_name(call: Call, model: nn.Module) -> dict[str, Any]:
-    """The arguments of a call by the names that the model's forward has for them."""
-    names = list(inspect.signature(model.forward).parameters)
-    return {**dict(zip(names, call[0], strict=False)), **call[1]}
-
-
 def _matched(dynamic: Any, given: Any, path: str) -> Iterator[tuple[torch.Tensor, dict[int, int | None]]]:
     """The tensors in `given` that have changing sizes: their dimensions, and the largest size of each.
 
     `path` names this part of `dynamic` in errors. Raises `ValueError` where it is not nested as `given` is, or names
-    what `given` does not have.
-    """
+    what `given` does not have."""
     if dynamic is None:
         return
     if isinstance(given, torch.Tensor):
@@ -218,8 +203,7 @@ def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int 
     """The changing dimensions of one tensor, with the largest size of each if it has one.
 
     Raises `ValueError` for what is no such dimensions, for a dimension that the tensor does not have, and for a largest
-    size below its own.
-    """
+    size below its own."""
     if isinstance(dynamic, str) or not isinstance(dynamic, (Mapping, Sequence)):
         raise ValueError(f"{path} must name dimensions, such as {{1: Dim('length', max=2048)}}, not {dynamic!r}")
     sizes = dynamic.items() if isinstance(dynamic, Mapping) else enumerate(dynamic)

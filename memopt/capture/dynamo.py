@@ -42,8 +42,7 @@ def training_call(
     """The function to capture: the model's own call with its hooks, or the loss as `loss_call` computes it. `floats` is
     as for `loss_call`.
 
-    The function has a code object of its own, because Dynamo keeps and counts compilations by code object.
-    """
+    The function has a code object of its own, because Dynamo keeps and counts compilations by code object."""
     call = loss_call(model, loss_fn, floats, plain_call(model))  # by now, calling the model enters memopt
     if takes_model(loss_fn):
         call.around = partial(called_plainly, model)
@@ -64,29 +63,30 @@ def loss_call(
     A `loss_fn` that takes the model calls `model` itself, not `call`; `plain_loss_call` makes it run the plain
     forward."""
     run = model if call is None else call
+    if loss_fn is None:
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = in_dtype((args, kwargs), floats)
-        return run(*args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = in_dtype((args, kwargs), floats)
+            return run(*args, **kwargs)
 
-    def loss(inputs: Any, targets: Any) -> Any:
-        assert loss_fn is not None
-        inputs = in_dtype(inputs, floats)
-        if isinstance(inputs, dict):
-            return loss_fn(run(**inputs), targets)
-        return loss_fn(run(*inputs) if isinstance(inputs, (tuple, list)) else run(inputs), targets)
+        return forward
+    if not takes_model(loss_fn):
+
+        def loss(inputs: Any, targets: Any) -> Any:
+            inputs = in_dtype(inputs, floats)
+            if isinstance(inputs, dict):
+                return loss_fn(run(**inputs), targets)
+            return loss_fn(run(*inputs) if isinstance(inputs, (tuple, list)) else run(inputs), targets)
+
+        return loss
+    spreads = spreads_batch(loss_fn)
 
     def loss_of_model(batch: Any) -> Any:
-        assert loss_fn is not None
         batch = in_dtype(batch, floats)
         if not spreads:
             return loss_fn(model, batch)
         return loss_fn(model, **batch) if isinstance(batch, dict) else loss_fn(model, *batch)
 
-    if not takes_model(loss_fn):
-        return forward if loss_fn is None else loss
-    assert loss_fn is not None
-    spreads = spreads_batch(loss_fn)
     return loss_of_model
 
 
@@ -166,13 +166,6 @@ _owners: weakref.WeakKeyDictionary[Backend, weakref.ref[_Compilations]] = weakre
 _freed: list[weakref.ref[_Compilations]] = []
 
 
-def _drop_freed() -> None:
-    """Remove the compilations of models that were freed from Dynamo's caches."""
-    if _freed:
-        _freed.clear()
-        drop_compilations(lambda backend: backend in _owners and _owners[backend]() is None)
-
-
 def may_run_other_regions(backend: Backend) -> bool:
     """Whether a call that was compiled with a backend may run other regions the next time: some code was compiled
     several times, and Dynamo does not always choose the same compilation."""
@@ -195,7 +188,9 @@ def compile_call(
     sets of shapes than Dynamo compiles for."""
     from memopt.compat.dynamo import BackendCompilerFailed, DynamoError, RecompileLimit  # loads torch._dynamo
 
-    _drop_freed()
+    if _freed:  # the compilations of models that were freed are still in Dynamo's caches
+        _freed.clear()
+        drop_compilations(lambda backend: backend in _owners and _owners[backend]() is None)
     compilations, note_sizes = _Compilations(backend), sizes_apart()
     compiled = compile_with(_weak_backend(compilations), call, whole=whole, symbols=symbols)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +35,11 @@ def graphs_within(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
     return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
 
 
+def nodes_within(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph and of all graphs within it."""
+    return (node for inner in graphs_within(graph_module) for node in inner.graph.nodes)
+
+
 def result_values(graph_module: fx.GraphModule) -> list[Any]:
     """The example values that Dynamo stored for the results of a graph; None for a result that is no node."""
     results = graph_results(graph_module.graph)
@@ -46,8 +50,7 @@ def check_shards(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether a recorded region reads parameters that are spread over ranks (`DTensor`).
 
     Raises `CaptureError` where an output, or an input that is no parameter, is a `DTensor`, and where random numbers
-    are drawn for one on a GPU: there each rank gets other numbers in eager mode than the captured graph would draw.
-    """
+    are drawn for one on a GPU: there each rank gets other numbers in eager mode than the captured graph would draw."""
     spread = [value for value in inputs if isinstance(value, torch.Tensor) and is_sharded(value)]
     if not all(isinstance(value, nn.Parameter) for value in spread):
         raise CaptureError(
@@ -81,8 +84,7 @@ def inline_nested_regions(graph_module: fx.GraphModule) -> None:
     """Replace calls of nested regions (`torch.compiler.nested_compile_region`) by the operators in them, here and in
     the graphs of other higher-order operators.
 
-    Edits the graph.
-    """
+    Edits the graph."""
     for inner in reversed(graphs_within(graph_module)):
         calls = [node for node in inner.graph.nodes if is_nested_region(node.target)]
         for call in calls:
@@ -155,9 +157,7 @@ def _inline_guarded(graph_module: fx.GraphModule) -> list[torch.SymFloat]:
             if (number := fixed_float(value)) is None:
                 left += [value] * is_input
                 continue
-            for user in list(node.users):
-                user.args = fx.map_arg(user.args, partial(_replaced, node, number))
-                user.kwargs = fx.map_arg(user.kwargs, partial(_replaced, node, number))
+            node.replace_all_uses_with(number)
             inner.graph.erase_node(node)
             changed = True
         if changed:
@@ -190,10 +190,6 @@ class _WatchingSizes(fx.Interpreter):
         result = super().run_node(n)
         self.sized |= any(map(has_unknown_float, tree_leaves(result)))
         return result
-
-
-def _replaced(node: fx.Node, number: float, used: fx.Node) -> fx.Node | float:
-    return number if used is node else used
 
 
 _OUT_OF_PLACE = "its gates are computed out of place, which rounds in another way"
@@ -235,8 +231,8 @@ def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
     """Notes for the plan, one for each kind of operator in Dynamo's graphs that makes the loss or gradients differ from
     those of eager mode."""
     graphs = tuple(graphs)
-    found = dict.fromkeys(name for graph_module in graphs for name in _names(_nodes(graph_module)))
-    notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found)
+    found = dict.fromkeys(_departing(node) for graph_module in graphs for node in nodes_within(graph_module))
+    notes = tuple(f"{name} {BITS_DEPART}: {DEPARTURES[name]}" for name in found if name)
     notes += (ATTRIBUTES_BEFORE_BLOCKS,) * any(map(_takes_attributes_before_blocks, graphs))
     notes += (RETURNED_WITHOUT_GRADIENT,) * any(map(_returns_a_leaf, graphs))
     return notes + (BUFFERS_WRITTEN_ONCE,) * any(_writes(node) for graph in graphs for node in _checkpointed(graph))
@@ -245,20 +241,19 @@ def departures(graphs: Iterable[fx.GraphModule]) -> tuple[str, ...]:
 def _returns_a_leaf(graph_module: fx.GraphModule) -> bool:
     """Whether a value that the code calls `requires_grad_()` on is returned."""
     results = graph_results(graph_module.graph)
-    return any(node.target is requiring_grad and node.args[0] in results for node in _nodes(graph_module))
+    return any(node.target is requiring_grad and node.args[0] in results for node in nodes_within(graph_module))
 
 
-def _nodes(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of a graph and of all graphs within it, such as those of blocks under `torch.utils.checkpoint`."""
-    return (node for inner in graphs_within(graph_module) for node in inner.graph.nodes)
-
-
-def _names(nodes: Iterable[fx.Node]) -> Iterator[str]:
-    for node in nodes:
-        name = _name(node)
-        name = "masked_fill" if name == "masked_fill_" else name
-        if name in DEPARTURES and (name not in _WHERE or _WHERE[name](node)):
-            yield name
+def _departing(node: fx.Node) -> str:
+    """The name in `DEPARTURES` of the operator that a node calls, where this call departs from eager mode; else ""."""
+    name = _name(node)
+    if name in ("masked_fill", "masked_fill_"):
+        value = _tensor(node.kwargs.get("value", node.args[-1]))
+        return "masked_fill" if value is not None and value.requires_grad else ""
+    if name == "bernoulli_":
+        value = _tensor(node.args[0])
+        return name if value is not None and not value.is_contiguous() else ""
+    return name if name in DEPARTURES else ""
 
 
 def mark_checkpoints(graph_module: fx.GraphModule) -> None:
@@ -270,15 +265,15 @@ def mark_checkpoints(graph_module: fx.GraphModule) -> None:
 
 def _checkpointed(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
     """The nodes of blocks under `torch.utils.checkpoint`."""
-    calls = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
+    calls = [node for node in nodes_within(graph_module) if _name(node) == "tag_activation_checkpoint"]
     blocks = (getattr(node.graph.owning_module, str(node.args[0].target)) for node in calls)  # type: ignore[union-attr]
-    return (node for block in blocks if isinstance(block, fx.GraphModule) for node in _nodes(block))
+    return (node for block in blocks if isinstance(block, fx.GraphModule) for node in nodes_within(block))
 
 
 def _takes_attributes_before_blocks(graph_module: fx.GraphModule) -> bool:
     """Whether an attribute of a value with several uses is an input of a block under `torch.utils.checkpoint` and of
     nothing else: torch 2.13's Dynamo moves the attributes that a block takes out of it, torch 2.15's does not."""
-    blocks = [node for node in _nodes(graph_module) if _name(node) == "tag_activation_checkpoint"]
+    blocks = [node for node in nodes_within(graph_module) if _name(node) == "tag_activation_checkpoint"]
     inputs = [(block, value) for block in blocks for value in block.all_input_nodes if value.target is getattr]
     return any(set(value.users) == {block} and len(value.all_input_nodes[0].users) > 1 for block, value in inputs)
 
@@ -319,22 +314,6 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _fills_with_a_parameter(node: fx.Node) -> bool:
-    """Whether the value of a `masked_fill` requires a gradient."""
-    value = _tensor(node.kwargs.get("value", node.args[-1]))
-    return value is not None and value.requires_grad
-
-
-def _is_strided(node: fx.Node) -> bool:
-    """Whether the first argument of a node is a tensor that is not contiguous."""
-    value = _tensor(node.args[0])
-    return value is not None and not value.is_contiguous()
-
-
 def _tensor(argument: object) -> torch.Tensor | None:
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
-
-
-_WHERE: Mapping[str, Callable[[fx.Node], bool]] = {"bernoulli_": _is_strided, "masked_fill": _fills_with_a_parameter}
-"""By name, the condition under which an operator departs; no condition for the others."""

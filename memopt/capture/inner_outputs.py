@@ -11,11 +11,12 @@ import copy
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from memopt.capture.between import CrossedByDerivative
 from memopt.capture.dynamo_graph import result_values
 from memopt.compat.autograd import (
     Addition,
@@ -56,8 +57,7 @@ def run_from(
     results, and that leaf, by which the results computed from it can be differentiated.
 
     If the graph writes to that result in place (`is_written`), the second value is the result itself, not a leaf; then
-    the tensors in `arguments` must require gradients as in the plain model.
-    """
+    the tensors in `arguments` must require gradients as in the plain model."""
     if is_written(graph_module, position):
         outputs = graph_module(*arguments)
         return outputs, outputs[position]
@@ -95,32 +95,15 @@ class TensorKind(NamedTuple):
     device: torch.device
 
 
-class GradientSource(Protocol):
-    """Computes the gradients of inner outputs, those from which a region computes other outputs."""
-
-    def gradient_by(
-        self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor], own: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The whole gradient of the inner output at `position`, a tensor of the shape, dtype and device in `kind`.
-        `given` has the gradients of outputs computed from it, by their positions; `own` is the gradient that arrives at
-        the inner output itself, None if none does.
-
-        Its values may be computed later, when they are first read. Raises `UnplannedGradientError` where the region has
-        no backward for it."""
-
-    def derivative_by(self, position: int, given: Mapping[int, torch.Tensor], own: torch.Tensor | None) -> torch.Tensor:
-        """As `gradient_by`, but computed at once and with an autograd graph."""
-
-
 class InnerOutputs:
     """The inner outputs (from which the region computes other outputs) of a forward that waits for its backward.
 
     To autograd, the outputs of a region do not depend on each other. The hooks of an inner output are therefore called
-    when a backward reaches the outputs' autograd nodes, once it is known for which outputs gradients arrive.
-    """
+    when a backward reaches the outputs' autograd nodes, once it is known for which outputs gradients arrive."""
 
-    def __init__(self, outputs: Sequence[Any], feeds: Mapping[int, frozenset[int]], source: GradientSource) -> None:
-        """`outputs` are those that the caller gets, `feeds` is the result of `feeding`; `source` computes gradients."""
+    def __init__(self, outputs: Sequence[Any], feeds: Mapping[int, frozenset[int]], source: Any = None) -> None:
+        """`outputs` are those that the caller gets, `feeds` is the result of `feeding`; `source`, a
+        `memopt.run.replay.Replay`, computes gradients. A dry run has none: `CrossedByDerivative` is raised there."""
         self.source = source
         self._ends = {
             at: (weakref.ref(output.grad_fn), output.output_nr) for at, output in enumerate(outputs) if has_node(output)
@@ -141,11 +124,8 @@ class InnerOutputs:
         self, starts: Sequence[Any], inputs: Sequence[Any], order: int, *, frees: bool
     ) -> Mapping[int, Addition]:
         """Called when a backward begins from `starts`, tensors or edges, that has to compute the gradients of `inputs`.
-
-        An inner output is one from which the planned forward computes other outputs; autograd does not see this, since
-        all outputs come from one node. For each inner output among `inputs`, the dict returned has, by its index in
-        `inputs`, the part of its gradient that comes through those other outputs, which autograd is to add. `order` and
-        `frees` (see `Watcher`) are not used."""
+        For each inner output among `inputs`, the dict returned has, by its index in `inputs`, the part of its gradient
+        that comes through other outputs, which autograd is to add. `order` and `frees` (see `Watcher`) are not used."""
         additions = {}
         self._asked.clear()
         for inner in self._inner.values():
@@ -175,8 +155,8 @@ class InnerOutputs:
             if not given:
                 return inner.changed_by_hooks(own)
             if create_graph:
-                return inner.take(source.derivative_by(position, given, own), own)
-            return inner.take(source.gradient_by(position, inner.kind, given, own), own).clone()
+                return inner.take(_known(source).derivative_by(position, given, own), own)
+            return inner.take(_known(source).gradient_by(position, inner.kind, given, own), own).clone()
 
         return Addition(list(reached.values()), total)
 
@@ -199,7 +179,8 @@ class InnerOutputs:
                 own = self._given.get(position)
                 given = {at: self._given[at] for at in inner.fed if at in self._given}
                 if given:
-                    taken = weakref.ref(inner.take(self.source.gradient_by(position, inner.kind, given, own), own))
+                    source = _known(self.source)
+                    taken = weakref.ref(inner.take(source.gradient_by(position, inner.kind, given, own), own))
                     if (kept := taken()) is not None:
                         kept.view(kept.shape)  # computes it now, as its inputs are freed after the backward
                 elif position in numbers:
@@ -213,6 +194,12 @@ class InnerOutputs:
     def _are_to_come(self, nodes: Iterable[Any]) -> bool:
         """Whether the backward comes to any of these nodes after the present one."""
         return any(id(node) not in self._past and runs_node(node) for node in nodes)
+
+
+def _known(source: Any) -> Any:
+    if source is None:
+        raise CrossedByDerivative("takes a derivative through that break")
+    return source
 
 
 class _Inner:
@@ -241,8 +228,7 @@ class _Inner:
         of it that comes from the caller's use of this output, not through others that the model computes from it; None
         for no such part.
 
-        Raises `UnplannedGradientError` where a hook changes the gradient, as the backward has gone on without it.
-        """
+        Raises `UnplannedGradientError` where a hook changes the gradient, as the backward has gone on without it."""
         for hook in self.hooks.own:
             version, result = gradient._version, hook(gradient)
             if not (result is None or result is gradient) or gradient._version != version:

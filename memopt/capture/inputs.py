@@ -25,8 +25,7 @@ def as_call(example_inputs: Any, *, with_targets: bool) -> Call:
     a tensor the only argument.
 
     With a loss function (`with_targets`) a batch is the pair `(inputs, targets)` and becomes two positional arguments.
-    Raises `TypeError` for anything else.
-    """
+    Raises `TypeError` for anything else."""
     if with_targets:
         if not isinstance(example_inputs, (tuple, list)) or len(example_inputs) != 2:
             raise TypeError(
@@ -116,7 +115,7 @@ def tensor_numbers(call: Call) -> dict[int, int]:
 
 def leaf_name(call: Call, number: int) -> str:
     """The name of tensor `number` (in `tensors_in`) of the call, for messages: its keyword, else as in "input 0"."""
-    wanted = list(tensors_in(call))[number]
+    wanted = tensors_in(call)[number]
     return next((name for name, value in call[1].items() if value is wanted), f"input {number}")
 
 
@@ -124,20 +123,20 @@ def call_signature(call: Call) -> str:
     """A text that is equal for two calls only if one capture serves both: it has the shapes, strides, dtypes and
     devices of tensors, and all other arguments."""
 
-    def describe(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return (tuple(leaf.shape), leaf.stride(), str(leaf.dtype), str(leaf.device), leaf.requires_grad)
-        return leaf
-
-    return repr(tree_map(describe, call))
+    return _described(call, lambda tensor: (tuple(tensor.shape), tensor.stride()))
 
 
 def call_kind(call: Call) -> str:
     """A text that is equal for calls that differ in the sizes of their tensors only."""
+    return _described(call, lambda tensor: (tensor.dim(),))
+
+
+def _described(call: Call, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> str:
+    """The arguments of a call as text; of tensors their `form`, dtype, device, and whether they require gradients."""
 
     def describe(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return (leaf.dim(), str(leaf.dtype), str(leaf.device), leaf.requires_grad)
+            return (*form(leaf), str(leaf.dtype), str(leaf.device), leaf.requires_grad)
         return leaf
 
     return repr(tree_map(describe, call))
@@ -156,8 +155,7 @@ def check_device(call: Call, model: nn.Module, *, meta_allowed: bool = False) ->
     """Raise `ValueError` where an input is on another device than the model's parameters.
 
     Scalar tensors may be on any device, as in torch. With `meta_allowed`, for calls that are planned and not run,
-    inputs or model may be on "meta".
-    """
+    inputs or model may be on "meta"."""
     home = next(model.parameters()).device
     for tensor in tensors_in(call):
         only_planned = meta_allowed and "meta" in (home.type, tensor.device.type)
@@ -215,12 +213,6 @@ def fake_call(call: Call, mode: FakeTensorMode, device: torch.device) -> Call:
     return replaced_tensors(
         call, lambda tensor: to_fake(mode, tensor, device if tensor.device.type == "meta" else tensor.device)
     )
-
-
-def same_tensors(call: Call) -> list[int]:
-    """For each tensor of a call its number among the distinct tensors, so that a tensor passed twice has one number."""
-    places: dict[int, int] = {}
-    return [places.setdefault(id(tensor), len(places)) for tensor in tensors_in(call)]
 
 
 def replaced_tensors(call: Call, make: Callable[[torch.Tensor], torch.Tensor]) -> Call:

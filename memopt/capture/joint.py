@@ -76,11 +76,6 @@ class JointGraph:
         return self.places[number] if self.places else number
 
     @property
-    def gradients(self) -> int:
-        """The number of inputs that get a gradient from this graph."""
-        return len(self.inputs_with_gradients)
-
-    @property
     def inputs_with_gradients(self) -> frozenset[int]:
         """The numbers of the region's inputs that get a gradient from this graph."""
         gradients = graph_results(self.module.graph)[self.forward_outputs :]
@@ -100,12 +95,10 @@ class JointGraph:
         """The numbers of the region's inputs to which a batch normalisation writes its statistics. Eager kernels write
         them without raising the tensors' version (`Tensor._version`), and the backward of training mode does not read
         them."""
-        written = {
-            node.args[0]
-            for node in self.module.graph.nodes
-            if node.target is torch.ops.aten.copy_.default and _is_of_batch_norm(node.args[1])
-        }
-        primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        graph = self.module.graph
+        copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        written = {node.args[0] for node in copies if _is_of_batch_norm(node.args[1])}
+        primals = graph.find_nodes(op="placeholder")
         places = self.places or range(len(primals))
         return frozenset(number for number, place in enumerate(places) if primals[place] in written)
 
@@ -139,7 +132,6 @@ class JointGraph:
         fused: bool = False,
         reinplace: bool = False,
         released: frozenset[int] = frozenset(),
-        trace: Any = None,
     ) -> JointGraph:
         """The joint graph that AOTAutograd gives to a partitioner, in canonical form (`passes.canonicalize`), after the
         passes that `decide` returns.
@@ -156,7 +148,7 @@ class JointGraph:
             module, last = passed.stages[-1], (*CANONICAL.passes, *last)
         module = Pipeline(last)(module)
         reuses = find_reuses(module, backward_nodes(module.graph)) if reinplace and not fused else ()
-        return cls(module, forward_outputs, parameter_inputs, operators, passed, fused, reuses, released, trace)
+        return cls(module, forward_outputs, parameter_inputs, operators, passed, fused, reuses, released)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -232,21 +224,19 @@ class JointGraph:
             return frozenset()
         storages = find_storages(self.module.graph, reuses=self.reuses)
         results = graph_results(self.module.graph)
-        nodes = [result if isinstance(result, fx.Node) else None for result in results]
         backward = backward_nodes(self.module.graph)
-        users = Counter(block for node in nodes if node is not None for block in storages.of.get(node, ()))
-
-        def is_own(position: int) -> bool:
-            node = nodes[position]
-            assert node is not None
-            blocks = storages.of.get(node, ())
+        nodes = (result for result in results if isinstance(result, fx.Node))
+        users = Counter(block for node in nodes for block in storages.of.get(node, ()))
+        own: set[int] = set()
+        for position in self.parameter_gradients:
+            blocks = storages.of.get(results[position], ())
             if len(blocks) != 1 or users[blocks[0]] != 1:
-                return False
+                continue
             maker = storages.blocks[blocks[0]].maker
-            made_here = maker in backward and maker.op != "placeholder"
-            return made_here and storages.bytes[blocks[0]] == node.meta["val"].nbytes
-
-        return frozenset(filter(is_own, self.parameter_gradients))
+            whole = storages.bytes[blocks[0]] == results[position].meta["val"].nbytes
+            if whole and maker in backward and maker.op != "placeholder":
+                own.add(position)
+        return frozenset(own)
 
     @cached_property
     def ends_before_loss(self) -> bool:
@@ -263,7 +253,7 @@ class JointGraph:
     def tensor_positions(self) -> dict[int, int]:
         """For each `primals_*` that is a tensor, by its number: the position of the region's input among those inputs
         that are tensors, the only ones that autograd counts."""
-        primals = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        primals = self.module.graph.find_nodes(op="placeholder")
         numbers = self.places or range(len(primals))
         tensors = [number for number in numbers if isinstance(primals[number].meta["val"], torch.Tensor)]
         return {number: position for position, number in enumerate(tensors)}

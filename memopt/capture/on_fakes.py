@@ -22,8 +22,6 @@ from memopt.compat.host import HOST
 from memopt.random_states import generator_states, set_generators
 from memopt.training_state import Attributes
 
-Fakes = Mapping[torch.Tensor, torch.Tensor]
-
 
 @dataclass(frozen=True)
 class ParameterCast:
@@ -41,27 +39,12 @@ class ParameterCast:
 
 
 @contextmanager
-def fake_parameters(
-    model: nn.Module, mode: FakeTensorMode, device: torch.device, narrowed: ParameterCast | None = None
-) -> Iterator[Fakes]:
-    """A context in which parameters and buffers are replaced by fake tensors on `device`; yields the fake of each real
-    tensor. A tensor used in several places gets one fake. With `narrowed`, fakes have the dtypes that it gives.
-
-    At the end all module attributes and random generators are restored, also those that the forward changed meanwhile:
-    where it breaks into regions, its Python code runs once on fake tensors.
-    """
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return to_fake(mode, tensor, device, narrowed.dtype_of(tensor) if narrowed else None)
-
-    with replaced_parameters(model, fake) as fakes:
-        yield fakes
-
-
-@contextmanager
-def replaced_parameters(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Fakes]:
-    """A context in which each parameter and buffer is replaced by `make(tensor)`; yields the replacement of each
-    original. At the end all module attributes and random generators are restored."""
+def replaced_parameters(
+    model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[Mapping[torch.Tensor, torch.Tensor]]:
+    """A context in which each parameter and buffer is replaced by `make(tensor)`, made once for a tensor in several
+    places; yields the replacement of each original. At the end all module attributes and random generators are
+    restored, also those that the forward changed meanwhile."""
     home = next(model.parameters()).device
     generators = generator_states(home)
     made: dict[torch.Tensor, torch.Tensor] = {}
@@ -93,12 +76,15 @@ def capture_on_fakes(
 
     With `narrowed`, parameters and inputs are captured in another dtype than they have. `differentiate_all` is as for
     `RecordedRegion.record`. Where the forward breaks into regions, its Python code runs on fakes. Raises `CaptureError`
-    where the call cannot be captured.
-    """
+    where the call cannot be captured."""
     mode = new_fake_mode()
     floats = narrowed.dtype if narrowed else None
     to_capture = partial(training_call, model, loss_fn, floats)
-    with torch.enable_grad(), fake_parameters(model, mode, device, narrowed) as fakes:
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return to_fake(mode, tensor, device, narrowed.dtype_of(tensor) if narrowed else None)
+
+    with torch.enable_grad(), replaced_parameters(model, fake) as fakes:
         args, kwargs = fake_call(call, mode, device)
         ids = {id(fake): id(real) for real, fake in fakes.items()}
         found: list[RecordedRegion] = []
@@ -126,16 +112,10 @@ PASSED_OVER = "torch.compile runs the model's forward without compiling it"
 
 
 def _capture_regions(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    call: Call,
-    ids: dict[int, int],
-    reason: str,
-    mode: FakeTensorMode,
+    model: nn.Module, forward: Callable[..., Any], call: Call, ids: dict[int, int], reason: str, mode: FakeTensorMode
 ) -> CapturedCall:
     """The regions of a call on fakes whose forward, for the `reason` given, is not one graph; runs its Python code."""
     args, kwargs = call
-    cpu = HOST  # fakes draw from no generator of another device
     dry_run: DryRun
 
     def record_part(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -148,11 +128,11 @@ def _capture_regions(
     def capture() -> CapturedCall:
         nonlocal dry_run
         dry_run = DryRun(ids)
-        attributes, generators = Attributes(model), generator_states(cpu)
+        attributes, generators = Attributes(model), generator_states(HOST)  # fakes draw from no other
         try:
             return record_dry_run(lambda: parts(*args, **kwargs), dry_run, model, reason, mode)
         finally:
             attributes.restore()
-            set_generators(generators, cpu)
+            set_generators(generators, HOST)
 
     return as_run_later(capture, record_part)

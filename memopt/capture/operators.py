@@ -7,17 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
-from memopt.capture.author_modes import Untraceable, autocast_is_on
-from memopt.capture.dynamo_graph import graphs_within
-from memopt.capture.marks import mark_operators, without_mark
+from memopt.capture.author_modes import Untraceable
+from memopt.capture.blocks import mark_operators, without_mark
 from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.joint_trace import constants_as_attributes
-from memopt.compat.operators import HigherOrderOperator, enters_autocast
-from passes import Pass, Pipeline, copy_graph_module
+from memopt.compat.operators import HigherOrderOperator
+from passes import Pipeline, copy_graph_module
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
 
 
@@ -29,13 +27,11 @@ class OperatorGraph:
     The nodes are inputs (in Dynamo's order), constants, operator calls, arithmetic on sizes, and the output. Grad mode
     and autocast are written out: a value read under `no_grad` goes through `detach`, one that autocast casts through
     `to`. A higher-order operator (an `autograd.Function` with its own backward) is one opaque node with its inner
-    graphs as attributes; the dtypes of its arguments must not change.
-    """
+    graphs as attributes; the dtypes of its arguments must not change."""
 
     module: fx.GraphModule = field(repr=False)
     parameter_inputs: frozenset[int]
     """The inputs, numbered from 0, that are parameters."""
-    notes: tuple[str, ...] = ()
     author_typed: frozenset[str] = frozenset()
     """Names of the nodes inside `torch.autocast` blocks that the model itself opens. Their dtypes are the author's
     choice, also in blocks that disable autocast."""
@@ -128,20 +124,9 @@ class Operators:
         return frozenset(name for decision in self.decisions for name in decision.exact)
 
     @property
-    def pipeline(self) -> Pipeline:
-        """All passes that ran, as one pipeline."""
-        return Pipeline(tuple(decision.pipeline for decision in self.decisions))
-
-    @property
     def unmatched(self) -> frozenset[str]:
         """The user's precision rules that match nothing in this region."""
         return frozenset(rule for decision in self.decisions for rule in decision.unmatched)
-
-    def check_needed(self, label: str) -> None:
-        """Raise `NothingToRewrite` if no decision with this label has a pass to run. Does nothing for the label ""."""
-        labelled = [decision for decision in self.decisions if decision.pipeline.label == label]
-        if label and not any(len(decision.pipeline) for decision in labelled):
-            raise NothingToRewrite(tuple(note for decision in labelled for note in decision.notes))
 
     def spans(self) -> Iterator[tuple[tuple[str, ...], Mapping[str, str], fx.GraphModule, fx.GraphModule]]:
         """Yields for each pass, in order: its name in a tuple, the reasons for its changes by node name, and the graphs
@@ -155,26 +140,29 @@ class Operators:
                 yield tuple(step), decision.reasons, self.stages[start], self.stages[start + len(step)]
                 start += len(step)
 
-    def reasons(self, name: str) -> Mapping[str, str]:
-        """Why nodes change, by the node's name, from all decisions that contain a pass or pipeline called `name`; empty
-        where there is none."""
-        named = [
-            decision
-            for decision in self.decisions
-            if any(name in names for names in _names(Pipeline((decision.pipeline,))))
-        ]
-        return {node: reason for decision in named for node, reason in decision.reasons.items()}
-
-    def span(self, name: str) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    def span(self, name: str) -> tuple[fx.GraphModule, fx.GraphModule, Mapping[str, str]] | None:
         """The graph before the first and the graph after the last of the passes that are called `name` or lie in a
-        pipeline called so; None where there is none."""
-        positions = [number for number, names in enumerate(_names(self.pipeline)) if name in names]
-        return (self.stages[positions[0]], self.stages[positions[-1] + 1]) if positions else None
+        pipeline called so, and why their decisions change nodes, by the node's name; None where there is none."""
+        known = [(names, decision) for decision in self.decisions for names in _names(Pipeline((decision.pipeline,)))]
+        positions = [number for number, (names, _) in enumerate(known) if name in names]
+        if not positions:
+            return None
+        reasons = {node: why for number in positions for node, why in known[number][1].reasons.items()}
+        return self.stages[positions[0]], self.stages[positions[-1] + 1], reasons
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of passes and pipelines that `span` takes, in the order in which they ran."""
-        return tuple(dict.fromkeys(name for names in _names(self.pipeline) for name in names))
+        pipeline = Pipeline(tuple(decision.pipeline for decision in self.decisions))
+        return tuple(dict.fromkeys(name for names in _names(pipeline) for name in names))
+
+
+def check_needed(label: str, regions: Sequence[Operators]) -> None:
+    """Raise `NothingToRewrite` if no decision with this label has a pass to run in any of `regions`, with the notes of
+    the first. Does nothing for the label ""."""
+    labelled = [[one for one in region.decisions if one.pipeline.label == label] for region in regions]
+    if label and not any(len(decision.pipeline) for decisions in labelled for decision in decisions):
+        raise NothingToRewrite(tuple(note for decision in labelled[0] for note in decision.notes))
 
 
 def _names(pipeline: Pipeline, outer: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -190,8 +178,8 @@ def operator_graph(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     parameter_inputs: frozenset[int],
-    written: Collection[int] = (),
-    planned_for: str = "",
+    written: Collection[int],
+    planned_for: str,
 ) -> OperatorGraph:
     """Trace Dynamo's graph of a region into an operator graph; to be called in the region's tracing context.
 
@@ -205,31 +193,10 @@ def operator_graph(
     return OperatorGraph(module, parameter_inputs, author_typed=_take_marks(module.graph))
 
 
-def needs_operators(graph_module: fx.GraphModule) -> bool:
-    """Whether autocast is active in a region, so that its casts must be written out: AOTAutograd would cast a weight
-    once per use and so sum its gradients in another dtype than the plain model does."""
-    return autocast_is_on() or has_autocast(graph_module)
-
-
-def has_autocast(graph_module: fx.GraphModule) -> bool:
-    """Whether the code of a region, or code in it under a checkpoint, opens autocast blocks of its own."""
-    return any(enters_autocast(node.target) for one in graphs_within(graph_module) for node in one.graph.nodes)
-
-
-def has_attention(graph_module: fx.GraphModule) -> bool:
-    """Whether the code of a region calls `scaled_dot_product_attention`, which chooses a kernel."""
-    nodes = (node for one in graphs_within(graph_module) for node in one.graph.nodes)
-    return any(node.target is F.scaled_dot_product_attention for node in nodes)
-
-
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
     """Run passes on a joint graph; returns the graphs before and after each one. Raises `PassError` where one fails."""
     stages = [joint]
-
-    def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        stages.append(after)
-
-    Pipeline((pipeline,), observer=keep)(joint)
+    Pipeline((pipeline,), observer=lambda _, before, after: stages.append(after))(joint)
     return Operators(tuple(stages), (Decision(pipeline),))
 
 

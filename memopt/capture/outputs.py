@@ -8,7 +8,6 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import fx, nn
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import RunningBy, enters_autocast, leaves_autocast, schema_of, sets_grad_mode
 from memopt.compat.symbols import data_symbols_of, largest_value
+from passes.graphs.edit import LazyCode
 from passes.graphs.node_facts import graph_results
 
 SMALLEST_BYTES = 16 * 1024
@@ -84,10 +84,8 @@ def _requires_grad(value: Any) -> bool:
 class Piece:
     """A piece of a region's forward graph that computes, on demand, outputs which the region does not return."""
 
-    graph: fx.Graph = field(repr=False)
+    module: fx.GraphModule = field(repr=False)
     """Takes the region's inputs `inputs`, then the value `taken` if there is one, and returns the outputs."""
-    root: fx.GraphModule = field(repr=False)
-    """The module whose attributes the graph reads."""
     inputs: tuple[int, ...]
     """Numbers of the region's inputs that it reads."""
     taken: fx.Node | None
@@ -105,12 +103,8 @@ class Piece:
         given = list(arguments)
         if self.taken is not None:
             given[-1] = given[-1].to(_example(self.taken).dtype)
-        results: tuple[torch.Tensor, ...] = self._module(*given)
+        results: tuple[torch.Tensor, ...] = self.module(*given)
         return results
-
-    @cached_property
-    def _module(self) -> fx.GraphModule:
-        return fx.GraphModule(self.root, self.graph)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,12 +119,6 @@ class Group:
     """Computes them from a value that the region returns in their place; None where only a second forward does."""
     forward: Piece | None
     """Computes them by a second run of the forward; None where that would change state, as running statistics."""
-
-    @cached_property
-    def is_static(self) -> bool:
-        """Whether the shapes and strides of the group's outputs are numbers, without symbols."""
-        sizes = (number for example in self.examples for number in (*example.shape, *example.stride()))
-        return all(isinstance(number, int) for number in sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +253,7 @@ def _piece(
         if (node in inside and not sets_grad_mode(node.target)) or autocast:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    return Piece(graph, graph_module, numbers, taken)
+    return Piece(LazyCode(graph_module, graph), numbers, taken)
 
 
 def _placeholders_of(nodes: Collection[fx.Node]) -> Iterator[fx.Node]:
@@ -337,5 +325,5 @@ def _is_pure(piece: Piece, example: torch.Tensor) -> bool:
         return func(*args, **kwargs)
 
     with torch.no_grad(), mode, RunningBy(run):
-        piece.run([node.meta["example_value"] for node in piece.graph.find_nodes(op="placeholder")])
+        piece.run([node.meta["example_value"] for node in piece.module.graph.find_nodes(op="placeholder")])
     return pure

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from memopt.capture.author_modes import CallerModes, Untraceable, attention_kernels, autocast_blocks
@@ -17,14 +18,16 @@ from memopt.capture.dynamo_graph import (
     check_shards,
     inline_nested_regions,
     mark_checkpoints,
+    nodes_within,
     result_values,
     settle_numbers,
 )
 from memopt.capture.inner_outputs import feeding
-from memopt.capture.operators import OperatorGraph, has_attention, has_autocast, operator_graph
+from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of
 from memopt.compat.dynamo import capture_settings, changes_objects, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
+from memopt.compat.operators import enters_autocast
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
 from memopt.compat.tensors import is_wrapper, special_kind
 from memopt.errors import CaptureError
@@ -40,8 +43,7 @@ Sizes: TypeAlias = tuple[int, ...]
 class RecordedRegion:
     """One graph of a training call's forward, with the context to trace it in outside Dynamo's callback.
 
-    A region is recorded once and compared by identity. It owns the operator graphs that were traced from it.
-    """
+    A region is recorded once and compared by identity. It owns the operator graphs that were traced from it."""
 
     graph_module: fx.GraphModule
     parameter_ids: Mapping[int, int]
@@ -99,8 +101,7 @@ class RecordedRegion:
         fake parameter to that of the model's own. `narrowed` is the dtype that a lever casts an fp32 model to, if any:
         results that the region computes in it are returned in fp32. Raises `GraphBreak` where derivatives would be
         lost, and `CaptureError` for values spread over ranks that cannot be planned (`check_shards`), and for sparse,
-        nested and quantised ones.
-        """
+        nested and quantised ones."""
         _check_kinds(graph_module)
         inline_nested_regions(graph_module)
         settle_numbers(graph_module, inputs)
@@ -114,11 +115,7 @@ class RecordedRegion:
         feeds = feeding(recorded)
         plain = None if spread else recorded
         forget_erased(graph_module.graph)
-        known = real_ids or {}
-        ids, frozen_ids = (
-            {number: known.get(id(inputs[number]), id(inputs[number])) for number in parameter_numbers(inputs, trains)}
-            for trains in (True, False)
-        )
+        ids, frozen_ids = (parameter_ids(inputs, real_ids, trained=trained) for trained in (True, False))
         return cls(
             graph_module, ids, frozen_ids, undifferentiated, tracing_again(), deferred, plain, narrowed,
             to_require_grad, feeds, changes_objects(),
@@ -146,12 +143,13 @@ class RecordedRegion:
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
     @cached_property
-    def _has_autocast(self) -> bool:
-        return has_autocast(self.graph_module)
+    def has_autocast(self) -> bool:
+        """Whether the region's code, or code in it under a checkpoint, opens autocast blocks of its own."""
+        return any(enters_autocast(node.target) for node in nodes_within(self.graph_module))
 
     @cached_property
     def _has_attention(self) -> bool:
-        return has_attention(self.graph_module)
+        return any(node.target is F.scaled_dot_product_attention for node in nodes_within(self.graph_module))
 
     def as_called(self) -> RecordedRegion:
         """The region with the caller's present modes in its `modes`: those that change what it computes and on which
@@ -159,7 +157,7 @@ class RecordedRegion:
         each is another operator. The other, for a region that opens autocast blocks, is whether the call is in an
         autocast block: the cast of a weight is kept until the outermost block ends, even one that switches autocast
         off, and decides in which dtype the weight's gradients are summed."""
-        within = autocast_blocks() > 0 if self._has_autocast else self.modes.within
+        within = autocast_blocks() > 0 if self.has_autocast else self.modes.within
         attention = attention_kernels() if self._has_attention else self.modes.attention
         if (within, attention) == (self.modes.within, self.modes.attention):
             return self
@@ -175,17 +173,15 @@ class RecordedRegion:
         in place of the region's own graph where a plan adds autocast: the results go to code outside of autocast,
         where most operators refuse operands of two dtypes, and losses sum in the dtype of their input."""
         copied = copy_graph_module(self.graph_module)
-        output = copied.graph.output_node()
-        results = list(output.args[0])  # type: ignore[arg-type]
+        output, results = copied.graph.output_node(), graph_results(copied.graph)
+        dtypes = dict(zip(results, self.result_dtypes, strict=True))
+        cast: dict[Any, fx.Node] = {}
         with copied.graph.inserting_before(output):
-            cast: dict[fx.Node, fx.Node] = {}
-            for number, (node, dtype) in enumerate(zip(results, self.result_dtypes, strict=True)):
-                if dtype is not None and node.op != "placeholder":
-                    if node not in cast:
-                        cast[node] = copied.graph.call_method("to", (node, dtype))
-                        cast[node].meta.update(node.meta)
-                    results[number] = cast[node]
-        output.args = (tuple(results),)
+            for node, dtype in dtypes.items():
+                if dtype is not None and isinstance(node, fx.Node) and node.op != "placeholder":
+                    cast[node] = copied.graph.call_method("to", (node, dtype))
+                    cast[node].meta.update(node.meta)
+        output.args = (tuple(cast.get(node, node) for node in results),)
         copied.recompile()
         return copied
 
@@ -248,17 +244,9 @@ class RecordedRegion:
         """The values that the region's changing sizes have in `inputs`, in the order of `changing`."""
         return tuple([inputs[number] for number in self.changing])
 
-    def allows(self, sizes: Sizes) -> bool:
-        """Whether the region's graphs are valid for these values of its changing sizes."""
-        return self._assumed.hold(sizes)
-
-    def forbids(self, sizes: Sizes) -> dict[str, str]:
-        """Why the region's graphs are not valid for these values of its changing sizes (`allows` is False): by symbol
-        of a size, the line of the model's code whose condition fails."""
-        return self._assumed.broken(sizes)
-
     @cached_property
-    def _assumed(self) -> AssumedSizes:
+    def assumed_sizes(self) -> AssumedSizes:
+        """The conditions on its changing sizes under which the region's graphs are valid."""
         inputs = self.inputs
         return AssumedSizes([inputs[number] for number in self.changing])
 
@@ -306,13 +294,14 @@ def _check_kinds(graph_module: fx.GraphModule) -> None:
             )
 
 
-def parameter_numbers(inputs: Sequence[Any], trains: bool = True) -> tuple[int, ...]:
-    """Numbers of those inputs of a region that are parameters: with `trains` the trainable ones, else the others."""
-    return tuple(
-        number
-        for number, value in enumerate(inputs)
-        if isinstance(value, nn.Parameter) and value.requires_grad is trains
-    )
+def parameter_ids(
+    inputs: Sequence[Any], real_ids: Mapping[int, int] | None = None, *, trained: bool = True
+) -> dict[int, int]:
+    """Number → `id` of those inputs of a region that are trainable parameters, or frozen ones where `trained` is False.
+    `real_ids` is as for `RecordedRegion.record`."""
+    given = enumerate(inputs)
+    ids = {at: id(one) for at, one in given if isinstance(one, nn.Parameter) and one.requires_grad is trained}
+    return {at: (real_ids or {}).get(of, of) for at, of in ids.items()}
 
 
 def _is_tensor(value: Any) -> bool:

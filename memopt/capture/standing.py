@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from memopt.capture.blocks import TEMPLATE, BlockRun, constant_key
-from memopt.capture.marks import traced_from
+from memopt.capture.blocks import TEMPLATE, BlockRun, node_kind, traced_from
 from memopt.compat.tensors import storage_key
-from passes.graphs.node_facts import argument_kind, graph_results, is_tangent, sources_of, tensors, value_kind
+from passes.graphs.node_facts import graph_results, is_tangent, sources_of, tensors
 
 
 class BlockPlace(NamedTuple):
@@ -41,6 +39,19 @@ class BlockPlace(NamedTuple):
         return BlockPlace(self.run, self.backward, block, self.number)
 
 
+class _InputRole(NamedTuple):
+    """What an input is to one block: the run, the number of the block among the standing ones, and the template's input
+    of the same role."""
+
+    run: int
+    block: int
+    template: fx.Node
+
+    def of_block(self, block: int) -> _InputRole:
+        """The same role in another block."""
+        return _InputRole(self.run, block, self.template)
+
+
 @dataclass(frozen=True, eq=False)
 class Standing:
     """A joint graph that was traced with only some blocks of each run of equal blocks (the standing blocks), and which
@@ -56,8 +67,8 @@ class Standing:
     """The nodes of the forward or the backward of a standing block, by (run, whether it is the backward, block)."""
     inputs: tuple[fx.Node, ...] = ()
     """The inputs of the joint graph that stand for those of the module, in order."""
-    role: dict[fx.Node, tuple[int, int, fx.Node]] = field(default_factory=dict)
-    """For an input that is a standing block's own: the run, the block, and the template's input of the same role."""
+    role: dict[fx.Node, _InputRole] = field(default_factory=dict)
+    """By input that is a standing block's own."""
     makers: dict[int, tuple[fx.Node, int]] = field(default_factory=dict)
     """By the key of a storage: the first node whose value has a tensor in it, and that tensor's number in the value."""
 
@@ -90,7 +101,7 @@ def standing_blocks(
     for number, run in enumerate(runs):
         for block, of_run in enumerate(run.standing):
             for role, own in run.own[of_run].items():
-                found.role[stands_for[own]] = number, block, role
+                found.role[stands_for[own]] = _InputRole(number, block, role)
     if not _set_places(found):
         return None
     for node in joint.graph.nodes:
@@ -98,7 +109,8 @@ def standing_blocks(
             if tensor.layout is not torch.strided:
                 return None
             found.makers.setdefault(storage_key(tensor), (node, number))
-    return found if _Proof(found).holds() else None
+    equal = all(_equal_in_run(found, run) for run in range(len(runs)))
+    return found if equal and _read_nearby(found) and _gradients_alike(found) else None
 
 
 def _set_places(found: Standing) -> bool:
@@ -107,8 +119,7 @@ def _set_places(found: Standing) -> bool:
 
     Returns False where the forward or backward of a block is not in one piece, where blocks are not in order, and where
     such arithmetic begins in the first block traced after the missing ones: with all blocks traced, it would begin in
-    another.
-    """
+    another."""
     owner = {
         node.name: (number, block)
         for number, run in enumerate(found.runs)
@@ -157,124 +168,104 @@ def _take_sizes_out(found: Standing, key: tuple[int, bool, int]) -> bool:
     return not shared or block != (TEMPLATE if backward else TEMPLATE + 1)
 
 
-@dataclass(frozen=True)
-class _Proof:
-    """Whether the standing blocks of a joint graph show what the missing ones are."""
+def _equal_in_run(found: Standing, run: int) -> bool:
+    """Whether the blocks in the middle are equal, each to the next one."""
+    forward = [found.half(run, False, block) for block in range(5)]
+    backward = [found.half(run, True, block) for block in range(5)]
+    return (
+        _equal(found, forward[1], forward[2])
+        and _equal(found, forward[2], forward[3])
+        and _equal(found, backward[1], backward[2])
+        and len(backward[2]) == len(backward[3])
+        and all(_alike(found, one, later) for one, later in zip(backward[2], backward[3], strict=True))
+    )
 
-    of: Standing
 
-    def holds(self) -> bool:
-        """Whether the standing blocks show what the missing ones are, for all runs."""
-        return all(map(self._steps, range(len(self.of.runs)))) and self._others() and self._gradients()
+def _equal(found: Standing, one: Sequence[fx.Node], other: Sequence[fx.Node]) -> bool:
+    """Whether `other`, the nodes of a block, are `one`, those of the block before it, moved on by one block."""
+    return len(one) == len(other) and all(
+        _alike(found, node, later) and _reads_alike(found, node, later) for node, later in zip(one, other, strict=True)
+    )
 
-    def _steps(self, run: int) -> bool:
-        """Whether the blocks in the middle are equal, each to the next one."""
-        forward = [self.of.half(run, False, block) for block in range(5)]
-        backward = [self.of.half(run, True, block) for block in range(5)]
-        return (
-            self._equal(forward[1], forward[2])
-            and self._equal(forward[2], forward[3])
-            and self._equal(backward[1], backward[2])
-            and len(backward[2]) == len(backward[3])
-            and all(self._alike(one, other) for one, other in zip(backward[2], backward[3], strict=True))
-        )
 
-    def _equal(self, one: Sequence[fx.Node], other: Sequence[fx.Node]) -> bool:
-        """Whether `other`, the nodes of a block, are `one`, those of the block before it, moved on by one block."""
-        return len(one) == len(other) and all(
-            self._alike(node, later) and self._reads_alike(node, later) for node, later in zip(one, other, strict=True)
-        )
+def _alike(found: Standing, node: fx.Node, later: fx.Node) -> bool:
+    """Whether two nodes are equal but for what they read."""
+    one, other = (node_kind(each, each.meta.get("val"), found.joint) for each in (node, later))
+    return one == other and node.meta.keys() == later.meta.keys()
 
-    def _alike(self, node: fx.Node, later: fx.Node) -> bool:
-        """Whether two nodes are equal but for what they read."""
-        return self._kind(node) == self._kind(later)
 
-    def _kind(self, node: fx.Node) -> tuple[object, ...]:
-        joint = self.of.joint
-        target = constant_key(attrgetter(str(node.target))(joint)) if node.op == "get_attr" else node.target
-        arguments = argument_kind((node.args, node.kwargs))
-        return node.op, target, arguments, value_kind(node.meta.get("val")), frozenset(node.meta)
-
-    def _reads_alike(self, node: fx.Node, later: fx.Node) -> bool:
-        """Whether what `later` reads, and the memory of its value, are those of `node` moved on by one block."""
-        read = zip(sources_of(node), sources_of(later), strict=True)
-        if not all(self._moved(one, other) for one, other in read):
+def _reads_alike(found: Standing, node: fx.Node, later: fx.Node) -> bool:
+    """Whether what `later` reads, and the memory of its value, are those of `node` moved on by one block."""
+    read = zip(sources_of(node), sources_of(later), strict=True)
+    if not all(_moved(found, one, other) for one, other in read):
+        return False
+    for one, other in zip(tensors(node.meta.get("val")), tensors(later.meta.get("val")), strict=True):
+        (maker, number), (later_maker, later_number) = found.made_by(one), found.made_by(other)
+        if number != later_number or not _moved(found, maker, later_maker):
             return False
-        for one, other in zip(tensors(node.meta.get("val")), tensors(later.meta.get("val")), strict=True):
-            (maker, number), (later_maker, later_number) = self.of.made_by(one), self.of.made_by(other)
-            if number != later_number or not self._moved(maker, later_maker):
-                return False
-        return True
+    return True
 
-    def _moved(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether `other` takes the place of `one` in the next block; for nodes of other code, whether both are one
-        node. In the forward of the first block places are counted from its end: where nothing before it is trained, its
-        first operators save fewer values than those of the next block."""
-        for known in (self.of.place, self.of.role):
-            if one in known or other in known:
-                if one not in known or other not in known:
-                    return False
-                before, after = known[one], known[other]
-                if isinstance(before, BlockPlace) and before.block == 0 and not before.backward:
-                    first, second = (len(self.of.half(before.run, False, block)) for block in (0, 1))
-                    before = BlockPlace(before.run, before.backward, before.block, before.number + second - first)
-                return _block_later(before, after)
+
+def _moved(found: Standing, one: fx.Node, other: fx.Node) -> bool:
+    """Whether `other` takes the place of `one` in the next block; for nodes of other code, whether both are one
+    node. In the forward of the first block places are counted from its end: where nothing before it is trained, its
+    first operators save fewer values than those of the next block."""
+    before, after = (found.place.get(node) or found.role.get(node) for node in (one, other))
+    if before is None or after is None:
         return one is other
+    if isinstance(before, BlockPlace) and before.block == 0 and not before.backward:
+        first, second = (len(found.half(before.run, False, block)) for block in (0, 1))
+        before = BlockPlace(before.run, before.backward, before.block, before.number + second - first)
+    return before.of_block(before.block + 1) == after
 
-    def _others(self) -> bool:
-        """Whether values are read, and lie in memory, only near what made them. An input that is a block's own is read
-        in that block only, a block's value in that block and its neighbours. Other code reads values of the first and
-        the last block only."""
-        for node in self.of.joint.graph.nodes:
-            if node.op in ("placeholder", "output"):
+
+def _read_nearby(found: Standing) -> bool:
+    """Whether values are read, and lie in memory, only near what made them. An input that is a block's own is read
+    in that block only, a block's value in that block and its neighbours. Other code reads values of the first and
+    the last block only."""
+    for node in found.joint.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        mine = found.place.get(node)
+        makers = [found.made_by(tensor)[0] for tensor in tensors(node.meta.get("val"))]
+        for source in (*sources_of(node), *makers):
+            read, role = found.place.get(source), found.role.get(source)
+            if role is not None and (mine is None or (mine.run, mine.block) != role[:2]):
+                return False
+            if read is None:
                 continue
-            mine = self.of.place.get(node)
-            makers = [self.of.made_by(tensor)[0] for tensor in tensors(node.meta.get("val"))]
-            for source in (*sources_of(node), *makers):
-                read, role = self.of.place.get(source), self.of.role.get(source)
-                if role is not None and (mine is None or (mine.run, mine.block) != role[:2]):
+            if mine is not None and mine.run == read.run:
+                if abs(mine.block - read.block) > 1:
                     return False
-                if read is None:
-                    continue
-                if mine is not None and mine.run == read.run:
-                    if abs(mine.block - read.block) > 1:
-                        return False
-                elif read.block in (1, 2, 3):
-                    return False
-        return True
-
-    def _gradients(self) -> bool:
-        """Whether each further block would return what the middle blocks do.
-
-        Gradients of inputs that are a block's own must come from that block's backward, in each middle block from the
-        node of the same number. All other results must come from the first or last block, or from other code.
-        """
-        results = graph_results(self.of.joint.graph)
-        missing = {own for run in self.of.runs for number in run.missing for own in run.own[number].values()}
-        given = self.of.module.graph.find_nodes(op="placeholder")
-        made: dict[tuple[int, fx.Node], set[int | None]] = defaultdict(set)
-        for number, result in enumerate(results):
-            place = self.of.place.get(result) if isinstance(result, fx.Node) else None
-            position = number - self.of.forward_outputs
-            role = self.of.role.get(self.of.inputs[position]) if position >= 0 else None
-            if position >= 0 and given[position] in missing and result is not None:
+            elif read.block in (1, 2, 3):
                 return False
-            if role is None:
-                if place is not None and place.block in (1, 2, 3):
-                    return False
-                continue
-            run, block, template = role
-            if place is None and result is not None:
-                return False
-            if place is not None and (place.run != run or not place.backward or place.block != block):
-                return False
-            if block in (1, 2, 3):
-                made[run, template].add(None if place is None else place.number)
-        return all(len(numbers) == 1 for numbers in made.values())
+    return True
 
 
-def _block_later(before: Any, after: Any) -> bool:
-    """Whether two places, or two roles, are the same in neighbouring blocks."""
-    if isinstance(before, BlockPlace):
-        return bool(after == before.of_block(before.block + 1))
-    return bool(after == (before[0], before[1] + 1, before[2]))
+def _gradients_alike(found: Standing) -> bool:
+    """Whether each further block would return what the middle blocks do.
+
+    Gradients of inputs that are a block's own must come from that block's backward, in each middle block from the
+    node of the same number. All other results must come from the first or last block, or from other code."""
+    results = graph_results(found.joint.graph)
+    missing = {own for run in found.runs for number in run.missing for own in run.own[number].values()}
+    given = found.module.graph.find_nodes(op="placeholder")
+    made: dict[tuple[int, fx.Node], set[int | None]] = defaultdict(set)
+    for number, result in enumerate(results):
+        place = found.place.get(result) if isinstance(result, fx.Node) else None
+        position = number - found.forward_outputs
+        role = found.role.get(found.inputs[position]) if position >= 0 else None
+        if position >= 0 and given[position] in missing and result is not None:
+            return False
+        if role is None:
+            if place is not None and place.block in (1, 2, 3):
+                return False
+            continue
+        run, block, template = role
+        if place is None and result is not None:
+            return False
+        if place is not None and (place.run != run or not place.backward or place.block != block):
+            return False
+        if block in (1, 2, 3):
+            made[run, template].add(None if place is None else place.number)
+    return all(len(numbers) == 1 for numbers in made.values())

@@ -144,12 +144,12 @@ class TensorParallel:
             self._split(model.get_submodule(path), style)
         regions = _regions(self.styles)
         for path in regions:
-            model.get_submodule(path).register_forward_pre_hook(self._gather_input, with_kwargs=True)
+            self._exchange_input(model.get_submodule(path), GATHER_SHARDS)
         blocks = list(dict.fromkeys(block for path in regions if (block := block_of(path))))
         if blocks:
-            model.get_submodule(blocks[0]).register_forward_pre_hook(self._take_part, with_kwargs=True)
+            self._exchange_input(model.get_submodule(blocks[0]), TAKE_PART)
             if not any(style != ROWS and "." not in path for path, style in self.styles.items()):
-                model.get_submodule(blocks[-1]).register_forward_hook(self._gather_output)
+                self._exchange_output(model.get_submodule(blocks[-1]), GATHER_COPIES, _SEQUENCE)
         return model
 
     def _split(self, layer: nn.Module, style: str) -> None:
@@ -158,31 +158,30 @@ class TensorParallel:
         bias = getattr(layer, "bias", None)
         if bias is not None and style != ROWS:
             layer.bias = _part(bias, self.cards, 0)
-        if style == ROWS:
-            embeds = isinstance(layer, nn.Embedding)
-            layer.register_forward_hook(self._sum if embeds else self._scatter)
+        if style == ROWS and isinstance(layer, nn.Embedding):
+            self._exchange_output(layer, SUM_SHARDS, 0)
+        elif style == ROWS:
+            self._exchange_output(layer, SCATTER_SUMS, _SEQUENCE)
         elif style == GATHERED_COLUMNS:
-            layer.register_forward_hook(self._gather_columns)
+            self._exchange_output(layer, GATHER_COPIES, _LAST)
 
-    def _gather_input(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(module, args, kwargs, lambda value: GATHER_SHARDS(value, self.cards, _SEQUENCE))
+    def _exchange_input(self, module: nn.Module, exchange: Any) -> None:
+        """Have the first floating-point argument of a module's calls go through an exchange along its sequence."""
 
-    def _take_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(module, args, kwargs, lambda value: TAKE_PART(value, self.cards, _SEQUENCE))
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return _with_first(module, args, kwargs, lambda value: exchange(value, self.cards, _SEQUENCE))
 
-    def _scatter(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return SCATTER_SUMS(output, self.cards, _SEQUENCE)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    def _sum(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return SUM_SHARDS(output, self.cards, 0)
+    def _exchange_output(self, module: nn.Module, exchange: Any, dim: int) -> None:
+        """Have what a module returns, or the first of a tuple, go through an exchange along `dim`."""
 
-    def _gather_columns(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return GATHER_COPIES(output, self.cards, _LAST)
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return exchange(output[0], self.cards, dim), *output[1:]
+            return exchange(output, self.cards, dim)
 
-    def _gather_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        whole = GATHER_COPIES(first, self.cards, _SEQUENCE)
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+        module.register_forward_hook(hook)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -246,8 +245,7 @@ def _with_first(
 ) -> tuple[Any, dict[str, Any]]:
     """The arguments of a module's call with the first floating-point tensor changed, positional ones first.
 
-    Raises `ValueError` where there is none.
-    """
+    Raises `ValueError` where there is none."""
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     floating = (one for one, value in named.items() if isinstance(value, torch.Tensor) and value.is_floating_point())
     first = next(floating, None)

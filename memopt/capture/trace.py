@@ -22,18 +22,17 @@ from memopt.compat.host import device_among
 from memopt.compat.inductor import InductorFailed, compile_by_inductor, draw_seeds_at_once, seeds_apart
 from memopt.compat.joint_trace import AotTrace, InputUse, JointGraphTraced, noting_input_use, trace_region
 from memopt.compat.operators import without_autocast
-from memopt.compat.symbols import data_symbols_of
 from memopt.errors import CaptureError
 from passes import copy_graph_module, is_random
 from passes.compat import replaced_all
 from passes.graphs.edit import on_stored_values, refresh
 from passes.graphs.node_facts import graph_results, is_tangent, tensors
 
-_Trace = TypeVar("_Trace", "AotTrace", "InductorTrace")
+_Trace = TypeVar("_Trace", "AotTrace", "_InductorTrace")
 
 
 @dataclass(frozen=True)
-class InductorTrace:
+class _InductorTrace:
     """A region as inductor has traced it, before its joint graph is cut into forward and backward."""
 
     module: fx.GraphModule | None
@@ -44,12 +43,11 @@ class InductorTrace:
     """Which of its inputs the region writes to, and which it only reads."""
 
 
-def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> InductorTrace:
+def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> _InductorTrace:
     """Trace a region with inductor, up to its partition, each random operator with a seed of its own. To be called in
     the region's tracing context.
 
-    Raises `CaptureError` where inductor fails.
-    """
+    Raises `CaptureError` where inductor fails."""
     found: list[tuple[fx.GraphModule, int]] = []
     used: list[InputUse] = []
 
@@ -67,7 +65,7 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Inductor
             compile_by_inductor(*given, lambda: "no plan")
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
-    return InductorTrace(*found[0], used[0]) if found else InductorTrace(None, 0, InputUse())
+    return _InductorTrace(*found[0], used[0]) if found else _InductorTrace(None, 0, InputUse())
 
 
 def _tag_forward(graph: fx.Graph, forward_outputs: int) -> None:
@@ -158,13 +156,6 @@ def autocast_to(
     return torch.autocast(device_among(region.inputs).type, dtype=dtype, cache_enabled=keeps_casts)
 
 
-def backend_of(region: RecordedRegion, wanted: str) -> str:
-    """The backend for a region: `wanted`, or "aten" where its sizes depend on data, since inductor cannot compile the
-    checks of such sizes."""
-    values = (node.meta.get("example_value") for node in region.graph_module.graph.nodes)
-    return "aten" if any(map(data_symbols_of, values)) else wanted
-
-
 def differentiate(
     traced: RegionTrace, operators: Operators | None, decide: DecideJoint | None, *, reinplace: bool
 ) -> JointGraph:
@@ -174,31 +165,29 @@ def differentiate(
     `operators` has the region's operator graph before and after each pass; None if neither passes nor autocast need
     that graph. `decide` and `reinplace` are as for `JointGraph.of`. Raises `CaptureError` where inductor fails, where
     the traced graph lacks metadata, and where a region that reads parameters split over ranks returns several losses.
-    Raises `PassError` where a pass fails.
-    """
+    Raises `PassError` where a pass fails."""
     region = traced.region
     with traced.active():
-        found: AotTrace | InductorTrace
+        found: AotTrace | _InductorTrace
+        aot: AotTrace | None = None
         if traced.backend == INDUCTOR:
             found = _blocks_once(trace_by_inductor, traced.module, region)
             if found.module is not None:
                 draw_seeds_at_once(found.module)
         else:
             found = aot = _blocks_once(trace_region, traced.module, region)
-            traced = replace(traced, aot=aot)
-        joint, forward_outputs = found.module, found.forward_outputs
-        traced = replace(traced, inputs=found.inputs)
+        joint, traced = found.module, replace(traced, aot=aot, inputs=found.inputs)
         if joint is None:
             return JointGraph(traced.module, 0, operators=operators, trace=traced, differentiated=False)
-        places = traced.aot.places if traced.aot is not None and region.wrapped else ()
+        places = aot.places if aot is not None and region.wrapped else ()
         if places and len(list(filter(is_tangent, joint.graph.nodes))) > 1:
             raise CaptureError(
                 "the model returns several losses, whose gradients in parameters split over ranks cannot be told "
                 "apart; have it return their sum"
             )
-        found_joint = JointGraph.of(
+        canonical = JointGraph.of(
             joint,
-            forward_outputs,
+            found.forward_outputs,
             frozenset(places[number] for number in region.parameters) if places else region.parameters,
             operators,
             decide,
@@ -206,10 +195,11 @@ def differentiate(
             reinplace=reinplace,
             released=_released(region, joint, traced.backend),
         )
-        if traced.aot is not None:
-            traced = replace(traced, aot=traced.aot.of(found_joint.module))
-        gradient_places = traced.aot.gradient_places if traced.aot is not None and places else ()
-        return replace(found_joint, trace=traced, places=places, gradient_places=gradient_places)
+        if aot is not None:
+            aot = aot.of(canonical.module)
+            traced = replace(traced, aot=aot)
+        gradient_places = aot.gradient_places if aot is not None and places else ()
+        return replace(canonical, trace=traced, places=places, gradient_places=gradient_places)
 
 
 def _blocks_once(
@@ -257,13 +247,10 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
     """The bytes that eager code before, during and after each run with a joint graph holds, in the order of the runs.
     Runs without a joint graph count as eager code here.
 
-    The last entry is for the end of the step: `before` has the most bytes held after the last backward, `during` those
-    held when the forward has ended, and `before_backward` the most held between the last region with a joint graph and
-    the end of the forward."""
+    The last entry is for the end of the step (`CapturedCall.ending`)."""
     scheduled = set(map(id, differentiated_runs(joints, captured)))
     found: list[EagerCodeBytes] = []
-    skipped = EagerCodeBytes()
-    after_bytes = captured.after_bytes
+    skipped, ending = EagerCodeBytes(), captured.ending
     for run in captured.runs:
         if id(run) in scheduled:
             found.append(replace(run.eager, before=max(run.eager.before, skipped.before)))
@@ -274,8 +261,8 @@ def eager_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple
             if found:  # this run's backward comes just before that of the run before it
                 found[-1] |= EagerCodeBytes(before_backward=later)
             else:
-                after_bytes = max(after_bytes, later)
-    return (*found, EagerCodeBytes(after_bytes, captured.held_bytes, max(captured.returning_bytes, skipped.before)))
+                ending |= EagerCodeBytes(before=later)
+    return (*found, ending | EagerCodeBytes(before_backward=skipped.before))
 
 
 def passed_of_runs(joints: Sequence[JointGraph], captured: CapturedCall) -> tuple[Passed, ...]:

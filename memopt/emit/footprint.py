@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,31 +36,24 @@ class Half:
     inputs: Sequence[fx.Node] = field(repr=False)
 
 
-@dataclass(frozen=True)
-class HeldOutputs:
-    """The outputs of a forward, by position, and how long each is held at least."""
-
-    number: int
-    """The number of outputs. They are the first results of the forward."""
-    released: Collection[int] = ()
-    """The outputs that are freed when the backward begins."""
-    held: Collection[int] = ()
-    """The outputs that are held to the end of the step, whatever the caller does."""
-
-
-def footprint(forward: Half, backward: Half, outputs: HeldOutputs) -> Footprint:
+def footprint(
+    forward: Half, backward: Half, outputs: int, released: Collection[int] = (), kept: Collection[int] = ()
+) -> Footprint:
     """The bytes that the compiled forward and backward hold, found in a dry run on fake tensors. Symbolic sizes have
     the values that the enclosing block `sizes_up_to` gives.
 
-    The caller is assumed to hold the outputs until the backward ends. With a caching allocator and large outputs, the
-    allocator's calls (`Footprint.ways`) are also listed for a caller who drops the outputs before the backward."""
-    found, large = _dry_run(forward, backward, outputs, dropped=False)
-    if not large:
-        return found
-    return replace(found, ways=found.ways + _dry_run(forward, backward, outputs, dropped=True)[0].ways)
+    The first `outputs` results of the forward are its outputs. Of these, by position, `released` are freed when the
+    backward begins, and `kept` are held to the end of the step. The caller is assumed to hold the others until the
+    backward ends. With a caching allocator and large outputs, the allocator's calls (`Footprint.ways`) are also listed
+    for a caller who drops the outputs before the backward."""
+    run = partial(_dry_run, forward, backward, outputs, released, kept)
+    found, large = run(dropped=False)
+    return replace(found, ways=found.ways + run(dropped=True)[0].ways) if large else found
 
 
-def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bool) -> tuple[Footprint, bool]:
+def _dry_run(
+    forward: Half, backward: Half, outputs: int, released: Collection[int], kept: Collection[int], *, dropped: bool
+) -> tuple[Footprint, bool]:
     """The bytes that forward and backward hold in a dry run; and whether, with a caching allocator, an output that the
     caller may drop is large. With `dropped`, the caller drops such outputs before the backward."""
     mode = FakeTensorMode()
@@ -70,10 +64,10 @@ def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bo
     held_blocks.exclude(given)
     results = list(dry_run(forward.source, list(given), mode, held_blocks))
     forward_bytes, held_bytes = held_blocks.peak_bytes, held_blocks.live_bytes
-    positions = range(min(outputs.number, len(results)))
-    held = [results[at] for at in positions if at in outputs.held]
-    callers = [results[at] for at in positions if at not in outputs.held and at not in outputs.released]
-    saved = results[outputs.number :]
+    positions = range(min(outputs, len(results)))
+    held = [results[at] for at in positions if at in kept]
+    callers = [results[at] for at in positions if at not in kept and at not in released]
+    saved = results[outputs:]
     del results
     large = kind.caching and any(tensor.untyped_storage().nbytes() > SMALL_BYTES for tensor in tensors_in(callers))
     if dropped:
@@ -84,7 +78,7 @@ def _dry_run(forward: Half, backward: Half, outputs: HeldOutputs, *, dropped: bo
     arguments = _arguments(backward, saved, tangents)
     del saved
     gradients = dry_run(backward.source, arguments, mode, held_blocks)
-    assert len(held) + len(callers) <= outputs.number
+    assert len(held) + len(callers) <= outputs
     ways = (tuple(held_blocks.calls),) if kind.caching else ()
     assert gradients is not None
     return Footprint(forward_bytes, held_bytes, held_blocks.peak_bytes, held_blocks.live_bytes, ways), large
@@ -180,10 +174,11 @@ def _load(source: str) -> Callable[[list[Any]], Sequence[Any]]:
     """The function `call` that the source defines, with kernels that do nothing."""
     module = ast.parse(source)
     module.body = [kept for statement in module.body if (kept := _without_kernel(statement)) is not None]
-    names: dict[str, Any] = {"__name__": "memopt_dry_run", "_no_kernel": _NoKernel()}
+    nothing = _Nothing()
+    names: dict[str, Any] = {"__name__": "memopt_dry_run", "_no_kernel": nothing}
     exec(compile(ast.fix_missing_locations(module), "<inductor>", "exec"), names)
-    names |= {f"empty_strided_{device}": _allocator(device) for device in DEVICES}
-    names.update(reinterpret_tensor=_reinterpret, assert_size_stride=_nothing, assert_alignment=_nothing)
+    names |= {f"empty_strided_{device}": partial(_allocate, device) for device in DEVICES}
+    names.update(reinterpret_tensor=_reinterpret, assert_size_stride=nothing, assert_alignment=nothing)
     return names["call"]
 
 
@@ -198,26 +193,18 @@ def _without_kernel(statement: ast.stmt) -> ast.stmt | None:
     return None
 
 
-class _NoKernel:
-    """Stands in for a compiled C++ or Triton kernel."""
+class _Nothing:
+    """Stands in for a compiled C++ or Triton kernel, or an assertion: does nothing."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def run(self, *_: Any, **__: Any) -> None:
-        pass
+    run = __call__
 
 
-def _allocator(device: str) -> Callable[..., torch.Tensor]:
-    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    return allocate
+def _allocate(device: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 
 from memopt.capture.joint import JointGraph
 from memopt.compat.autograd import Fate, current_backward, current_node, reached_outputs, receivers
+from memopt.compat.ddp import ReducerHooks
 from memopt.compat.hooks import backward_hooks, has_hooks, post_accumulate_hooks
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import is_view
@@ -19,19 +20,6 @@ from memopt.optimizers.optimizer_in_backward import SteppingHook, stepping_hooks
 
 Receiver: TypeAlias = tuple[torch.Tensor | None, Fate]
 """An input of a region if it is a leaf, else None; and what autograd does with its gradient."""
-
-
-class _Exchange(Protocol):
-    """Exchanges gradients between the ranks of DDP while the backward runs."""
-
-    views: bool
-    """Whether a gradient that is ready becomes a view of a bucket at once."""
-
-    def takes(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient of this parameter is exchanged."""
-
-    def ready(self, parameter: torch.Tensor) -> None:
-        """Exchange the parameter's `.grad`, which is complete."""
 
 
 @dataclass
@@ -42,7 +30,7 @@ class Accumulation:
     allowed: bool = True
     """Whether gradients may be added to `.grad` one by one. They may not while several forwards wait for their
     backward: autograd then sums their gradients first, and adding them singly would round differently."""
-    exchange: _Exchange | None = None
+    exchange: ReducerHooks | None = None
     """Exchanges the gradients of the backward to come as soon as each is complete. None where nothing is exchanged
     while the backward runs, as with one rank."""
     failed: Callable[[torch.OutOfMemoryError], torch.OutOfMemoryError] = lambda failure: failure
@@ -67,7 +55,8 @@ class AccumulateGradient(nn.Module):
     returns None where autograd would drop the gradient (`backward(inputs=…)` of other tensors), and where `reached`, if
     given, returns False. Otherwise returns the gradient for autograd to use: the first one (while `.grad` is None), one
     that a hook reads, one for `torch.autograd.grad`, or any that `accumulation` does not allow to be added here. Under
-    DDP the first one is made `.grad` here if possible, to be exchanged early.
+    DDP the first one is made `.grad` here if possible, to be exchanged early. With `steps`, the hook of an
+    `OptimizerInBackward` is called with the gradient here, where autograd would do only that.
 
     The parameter is looked up in each backward, since one region serves calls with different parameters: it is number
     `position` among the call's tensor inputs. With `own_memory`, no other result of the backward shares memory with the
@@ -78,24 +67,29 @@ class AccumulateGradient(nn.Module):
         accumulation: Accumulation,
         position: int,
         *,
+        steps: bool = False,
         own_memory: bool = False,
         reached: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
-        self.accumulation, self.position, self.own_memory, self.reached = accumulation, position, own_memory, reached
+        self.accumulation, self.position, self.steps = accumulation, position, steps
+        self.own_memory, self.reached = own_memory, reached
 
     def __call__(self, gradient: torch.Tensor, receiver: Receiver | None = None) -> torch.Tensor | None:
-        """None where the gradient is dropped or added to `.grad`; else the gradient. `receiver` is what `receiver()`
-        returns, where that was asked before.
+        """None where the gradient is dropped, added to `.grad` or used for a step; else the gradient. `receiver` is
+        what `receiver()` returns, where that was asked before.
 
-        It overrides `__call__`, not `forward`: these modules have no hooks, and `Module.__call__` doubles the time.
-        """
+        It overrides `__call__`, not `forward`: these modules have no hooks, and `Module.__call__` doubles the time."""
         parameter, fate = receiver or self.receiver()
         if fate is Fate.DROPPED:
             return None
         exchange = self.accumulation.exchange
         if parameter is None or fate is not Fate.ACCUMULATED or not self.accumulation.allowed:
             return gradient
+        if self.steps and (hook := _only_steps(parameter, gradient)) is not None:
+            parameter.grad = gradient
+            hook(parameter)
+            return None
         if parameter.grad is None:
             return None if exchange is not None and self._exchange_first(exchange, parameter, gradient) else gradient
         if not _only_added(parameter, gradient):
@@ -116,7 +110,7 @@ class AccumulateGradient(nn.Module):
             accumulation.enter(region)
         return accumulation.receivers[self.position] or receivers()[self.position]
 
-    def _exchange_first(self, exchange: _Exchange, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def _exchange_first(self, exchange: ReducerHooks, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Make a first gradient the parameter's `.grad` and exchange it, where autograd and DDP would do only that with
         it. Returns whether this was done."""
         if (
@@ -124,6 +118,7 @@ class AccumulateGradient(nn.Module):
             or not exchange.takes(parameter)
             or is_hooked(parameter)
             or not _can_be_grad(parameter, gradient)
+            or gradient.stride() != parameter.stride()
         ):
             return False
         parameter.grad = gradient
@@ -134,13 +129,13 @@ class AccumulateGradient(nn.Module):
 
 
 def _can_be_grad(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether autograd would take this gradient as the parameter's `.grad`, which is None, without copying it."""
+    """Whether the parameter has no `.grad` and autograd would make it of this gradient: without a copy, if the strides
+    are the parameter's."""
     return (
         parameter.grad is None
         and gradient.layout == torch.strided
         and gradient.dtype == parameter.dtype
         and gradient.shape == parameter.shape
-        and gradient.stride() == parameter.stride()
     )
 
 
@@ -155,39 +150,13 @@ def is_hooked(parameter: torch.Tensor, *, stepped: bool = False) -> bool:
     return bool(backward_hooks(parameter)) or late > 0
 
 
-class _StepParameter(AccumulateGradient):
-    """Steps its parameter with the gradient, by calling the hook of an `OptimizerInBackward`, and returns None, where
-    autograd would do only that with it. Otherwise it behaves as `AccumulateGradient`, and autograd itself steps with a
-    gradient that is returned."""
-
-    def __call__(self, gradient: torch.Tensor, receiver: Receiver | None = None) -> torch.Tensor | None:
-        """None where the gradient is dropped, added to `.grad` or used for a step; else the gradient."""
-        receiver = receiver or self.receiver()
-        parameter, fate = receiver
-        if (
-            parameter is not None
-            and fate is Fate.ACCUMULATED
-            and self.accumulation.allowed
-            and (hook := _only_steps(parameter, gradient)) is not None
-        ):
-            parameter.grad = gradient
-            hook(parameter)
-            return None
-        return super().__call__(gradient, receiver)
-
-
 def _only_steps(parameter: torch.Tensor, gradient: torch.Tensor) -> SteppingHook | None:
     """The parameter's only hook, which steps it in the backward, where calling that is all that autograd would do with
     `gradient`: there is no gradient yet, this one has the parameter's dtype and shape, and no other hook reads it.
     Else None."""
     hooks = stepping_hooks(parameter)
-    whole = (
-        parameter.grad is None
-        and gradient.layout == torch.strided
-        and gradient.dtype == parameter.dtype
-        and gradient.shape == parameter.shape
-    )
-    return hooks[0] if whole and len(hooks) == 1 and not is_hooked(parameter, stepped=True) else None
+    alone = len(hooks) == 1 and not is_hooked(parameter, stepped=True)
+    return hooks[0] if alone and _can_be_grad(parameter, gradient) else None
 
 
 def _only_added(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -216,11 +185,10 @@ def accumulate_in_place(
 
     Args:
         inputs: position of a gradient → position of its parameter among the region's tensor inputs.
-        steps: for each gradient whose call also steps the parameter (`_StepParameter`), the names of the nodes after
-            which the call must come, since they read the parameter's old value.
+        steps: for each gradient whose call also steps the parameter, the names of the nodes after which the call must
+            come, since they read the parameter's old value.
         own_memory: the gradients that share memory with no other result.
-        reached: functions that return False where the running backward drops the gradient.
-    """
+        reached: functions that return False where the running backward drops the gradient."""
     graph = backward.graph
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -229,9 +197,15 @@ def accumulate_in_place(
     # Later results are inserted first, so that calls after the same node are in the order of the results.
     for position, number in sorted(inputs.items(), reverse=True):
         gradient = gradients[position]
-        kind, name = (_StepParameter, "step") if position in steps else (AccumulateGradient, "accumulate_gradient")
-        own, reaches = position in own_memory, (reached or {}).get(position)
-        backward.add_submodule(f"{name}_{number}", kind(accumulation, number, own_memory=own, reached=reaches))
+        name = "step" if position in steps else "accumulate_gradient"
+        module = AccumulateGradient(
+            accumulation,
+            number,
+            steps=position in steps,
+            own_memory=position in own_memory,
+            reached=(reached or {}).get(position),
+        )
+        backward.add_submodule(f"{name}_{number}", module)
         with graph.inserting_after(_insertion_point(graph, gradient, steps.get(position, ()))):
             node = graph.call_module(f"{name}_{number}", (gradient,))
         node.meta = dict(gradient.meta)

@@ -8,8 +8,7 @@ import hashlib
 import threading
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +29,8 @@ from memopt.compat.operators import without_autocast
 from memopt.compat.symbols import sizes_up_to
 from memopt.compat.tracing import mark_boxed
 from memopt.device.storages import behind_views, can_inline, is_elementwise, is_view, readers_of, storage_bytes
-from memopt.emit.footprint import Half, HeldOutputs, footprint
+from memopt.emit.footprint import Half, footprint
 from memopt.emit.gradients import AccumulateGradient, Accumulation, telling, withholding
-from memopt.emit.partition import Cut, Emitted
 from memopt.planning.refit import Footprint
 from passes import copy_graph_module, format_graph
 from passes.graphs.node_facts import graph_results
@@ -40,14 +38,14 @@ from passes.graphs.node_facts import graph_results
 
 def compile_by_backend(
     joint: JointGraph,
-    cut: Cut,
+    cut: Callable[[], tuple[fx.GraphModule, fx.GraphModule]],
     accumulation: Accumulation,
     allowed_sizes: Mapping[str, int],
-    limit_bytes: int | None = None,
-) -> Emitted:
+    limit_bytes: int | None,
+) -> tuple[Callable[..., Any], Footprint | None]:
     """The region as a function: `cut` returns its forward and backward graphs, which inductor compiles. It fuses
     elementwise operators, so that values between fused operators are never materialised, and it chooses the order of
-    the kernels.
+    the kernels. Also the bytes that the compiled forward and backward hold; None where they are not known.
 
     `allowed_sizes` maps the symbols of symbolic sizes to the largest ones, for which bytes are counted.
     `accumulation.failed` is called where an allocation fails in the backward. In the first run, in which kernels are
@@ -59,11 +57,11 @@ def compile_by_backend(
     module, inputs = joint.trace.module, joint.trace.region.inputs
     try:
         # A copy, because inductor changes the module, and another plan may compile the region again.
-        run = compile_by_inductor(copy_graph_module(module), inputs, halves.partition, halves.made, halves.plan_hash)
+        run = compile_by_inductor(copy_graph_module(module), inputs, halves.partition, halves.made, lambda: halves.key)
     except InductorFailed as failure:
         raise not_compiled(failure) from failure
     with sizes_up_to(allowed_sizes):
-        return Emitted(run, halves.footprint())
+        return run, halves.footprint()
 
 
 @dataclass
@@ -71,14 +69,15 @@ class _Halves:
     """The two halves of one compilation, the forward and the backward, as they are partitioned and as inductor compiled
     them."""
 
-    cut: Cut
+    cut: Callable[[], tuple[fx.GraphModule, fx.GraphModule]]
     joint: JointGraph
     accumulation: Accumulation
     limit_bytes: int | None
     forward: Half | None = None
     backward: Half | None = None
     handing: _Handing | None = None
-    hash: str = ""
+    key: str = "no plan"
+    """A key for inductor's cache: a hash of both halves, if there are any."""
 
     def partition(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         """The forward and backward as planned, for inductor to compile. The joint graph that inductor passes, the
@@ -94,12 +93,8 @@ class _Halves:
             keep_products_early(half)
             hold_values(half, inputs)
         texts = format_graph(forward.graph), format_graph(backward.graph)
-        self.hash = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+        self.key = hashlib.sha256("\n".join(texts).encode()).hexdigest()
         return forward, backward
-
-    def plan_hash(self) -> str:
-        """A key for inductor's cache: a hash of both halves; "no plan" for a region without gradients."""
-        return self.hash or "no plan"
 
     def made(self, compiled: Any, inputs: list[fx.Node], is_backward: bool) -> Callable[..., Any]:
         """Record a compiled half, and return the function that runs it."""
@@ -107,8 +102,8 @@ class _Halves:
         run = compiled if self.limit_bytes is None else _timed_within(compiled, self.limit_bytes)
         if is_backward:
             self.backward = half
-            taking = withholding(_taking_gradients(run, self.handing), self.joint)
-            return _boxed(telling(taking, self.accumulation))
+            taking = run if self.handing is None else self.handing.taking(run)
+            return _boxed(telling(withholding(taking, self.joint), self.accumulation))
         self.forward = half
         return _boxed(run)
 
@@ -116,8 +111,12 @@ class _Halves:
         """The bytes that the compiled halves hold; None for a region without gradients, and where the dry run fails."""
         if self.forward is None or self.backward is None:
             return None
+        # Values from which deferred outputs are computed are freed when the backward begins, or held until an optimizer
+        # has stepped (`PendingForward.until_backward`).
+        deferred, outputs, released = self.joint.trace.region.deferred, self.joint.forward_outputs, self.joint.released
+        taken = frozenset(range(outputs if deferred is None else len(deferred.returned), outputs))
         try:
-            return footprint(self.forward, self.backward, _outputs(self.joint))
+            return footprint(self.forward, self.backward, outputs, released, taken - released)
         except Exception as failure:  # another version of inductor may generate code of any kind
             reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
             warnings.warn(
@@ -126,15 +125,6 @@ class _Halves:
                 stacklevel=2,
             )
             return None
-
-
-def _outputs(joint: JointGraph) -> HeldOutputs:
-    """How long the region's results are held. Values from which deferred outputs are computed are freed when the
-    backward begins, or held until an optimizer has stepped (`PendingForward.until_backward`)."""
-    deferred = joint.trace.region.deferred
-    first = joint.forward_outputs if deferred is None else len(deferred.returned)
-    taken = frozenset(range(first, joint.forward_outputs))
-    return HeldOutputs(joint.forward_outputs, joint.released, taken - joint.released)
 
 
 def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Callable[[list[Any]], Any]:
@@ -150,19 +140,6 @@ def _timed_within(compiled: Callable[[list[Any]], Any], limit_bytes: int) -> Cal
             results = compiled(arguments)
         timed = True
         return results
-
-    return run
-
-
-def _taking_gradients(compiled: Callable[[list[Any]], Any], handing: _Handing | None) -> Callable[[list[Any]], Any]:
-    """A compiled backward whose gradients go to the modules of `handing` as soon as each is computed."""
-    if handing is None or not handing.modules:
-        return compiled
-
-    def run(arguments: list[Any]) -> Any:
-        with handing.active() as returned:
-            computed = compiled(arguments)
-            return handing.results(computed, returned)
 
     return run
 
@@ -197,8 +174,7 @@ def keep_products_early(half: fx.GraphModule) -> None:
 
     Inductor would replace both by one `addmm` in the position of the add, which keeps both operands of the product
     alive until then: for the gradient of a weight that is used twice, through the whole backward. It looks for an add
-    that reads a product directly, so here the add reads the product through two views, which cost nothing.
-    """
+    that reads a product directly, so here the add reads the product through two views, which cost nothing."""
     place = {node: number for number, node in enumerate(half.graph.nodes)}
     barriers = [place[node] for node in half.graph.nodes if _is_barrier(node)]
     for add in half.graph.find_nodes(op="call_function", target=aten.add.Tensor):
@@ -214,8 +190,7 @@ def hold_values(half: fx.GraphModule, inputs: Collection[str]) -> None:
 
     Inductor computes an elementwise value of few arguments anew in each kernel that reads it, and holds the arguments
     until the last of these kernels. If a branch of the model reads the sum of two gradients late, for example, both
-    gradients are held until then instead of their sum.
-    """
+    gradients are held until then instead of their sum."""
     for node in values_to_hold(half.graph, inputs):
         with half.graph.inserting_after(node):
             held = half.graph.call_function(hold, (node,))
@@ -229,9 +204,8 @@ _HELD_LONGER = 1.05
 
 
 def values_to_hold(graph: fx.Graph, inputs: Collection[str]) -> list[fx.Node]:
-    """The elementwise values that inductor should write to memory (see `hold_values`). Each is computed from larger
-    tensors, which would be held longer if every kernel that reads the value computed it anew. `inputs` are the names of
-    the region's inputs."""
+    """The values that `hold_values` has inductor write to memory. Each is computed from larger tensors, which would be
+    held longer if every kernel that reads the value computed it anew."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     barriers = [place[node] for node in graph.nodes if _is_barrier(node)]
     ends = {node: max((place[reader] for reader in readers_of(node)), default=0) for node in graph.nodes}
@@ -271,24 +245,19 @@ def _is_barrier(node: fx.Node) -> bool:
     return node.op == "call_function" and not (can_inline(node) or is_view(node))
 
 
-class _Running(threading.local):
-    """The modules and results of the backward that runs in this thread."""
-
-    def __init__(self) -> None:
-        self.takers: Sequence[Callable[[Tensor], Tensor | None]] = ()
-        self.returned: dict[int, Tensor] = {}
-
-
-_running = _Running()
+_running = threading.local()
+"""`handing`: for the backward that runs in this thread, the modules that take gradients, and a dict of those that they
+return, by the module's number."""
 
 
 @torch.library.custom_op("memopt::hand_gradient", mutates_args=())
 def hand_gradient(gradient: Tensor, number: int) -> Tensor:
     """Pass a gradient to the `AccumulateGradient` module with this number in the running backward. A gradient that the
     module returns is kept as a clone, for autograd. Returns an empty tensor, so that `gradient` is freed after this."""
-    returned = _running.takers[number](gradient)
+    takers, kept = _running.handing
+    returned = takers[number](gradient)
     if returned is not None:
-        _running.returned[number] = returned.clone()
+        kept[number] = returned.clone()
     return gradient.new_empty(0)
 
 
@@ -322,23 +291,23 @@ class _Handing:
         assert isinstance(module, AccumulateGradient)
         self.modules.append(module)
 
-    @contextmanager
-    def active(self) -> Iterator[dict[int, Tensor]]:
-        """Context in which the backward runs; yields a dict from module number to the gradient that the module
-        returned."""
-        before = _running.takers, _running.returned
-        # Asked here, because autograd does not know its current node inside an operator.
-        takers = [functools.partial(module, receiver=module.receiver()) for module in self.modules]
-        _running.takers, _running.returned = takers, {}
-        try:
-            yield _running.returned
-        finally:
-            _running.takers, _running.returned = before
+    def taking(self, backward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """A function that runs the compiled `backward`, whose gradients go to the modules as soon as each is computed;
+        None takes the place of a gradient that a module took."""
 
-    def results(self, computed: Sequence[Tensor | None], returned: dict[int, Tensor]) -> list[Tensor | None]:
-        """The results for autograd of a backward that returned `computed`: None for a gradient that a module took."""
-        pairs = zip(self.numbers, computed, strict=True)
-        return [returned.get(number) if number >= 0 else result for number, result in pairs]
+        def run(arguments: list[Any]) -> list[Tensor | None]:
+            before = getattr(_running, "handing", None)
+            # Asked here, because autograd does not know its current node inside an operator.
+            takers = [functools.partial(module, receiver=module.receiver()) for module in self.modules]
+            returned: dict[int, Tensor] = {}
+            _running.handing = takers, returned
+            try:
+                pairs = zip(self.numbers, backward(arguments), strict=True)
+                return [returned.get(number) if number >= 0 else result for number, result in pairs]
+            finally:
+                _running.handing = before
+
+        return run if self.modules else backward
 
 
 def _number(result: object) -> int:

@@ -131,7 +131,7 @@ def plan_by(
     """The plan of a step, with all its figures, from `solution`, which solves the problem `joined`. `regions` has its
     schedule, split by region."""
     traced = step.traced
-    gradients = sum(region.gradients for region in traced.regions)
+    gradients = sum(len(region.inputs_with_gradients) for region in traced.regions)
     return Plan(
         model=traced.model_name,
         hardware=step.settings.hardware.name,

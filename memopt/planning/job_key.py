@@ -20,7 +20,7 @@ from torch import fx, nn
 import passes
 from memopt.account.account import account_of
 from memopt.capture.author_modes import CallerModes
-from memopt.capture.inputs import Call, call_signature, same_tensors, tensors_in
+from memopt.capture.inputs import Call, call_signature, tensor_numbers, tensors_in
 from memopt.compat.card import expandable_segments, may_turn_on_expandable_segments
 from memopt.compat.tensors import is_opaque, spread_of
 from memopt.device import Hardware, hardware_of
@@ -70,7 +70,8 @@ class PlanJob:
         where another process could not recognise the call, as for an optimizer made by a function."""
         modules = dict(self.model.named_modules())
         attributes = [(name, _attributes(module)) for name, module in modules.items()]
-        call = call_signature(self.call), same_tensors(self.call)
+        numbers = tensor_numbers(self.call)
+        call = call_signature(self.call), [numbers[id(tensor)] for tensor in tensors_in(self.call)]
         return self._hash(
             attributes, sources_of(self.model, self.loss_fn), call, getattr(self.loss_fn, "__qualname__", None)
         )

@@ -24,7 +24,7 @@ from memopt.levers.all import LeverName, check_allow, recompute_note
 from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.planning.cluster import ClusterOptions, check_cluster_options
 from memopt.planning.keywords import takes_options
-from memopt.rewrite import Policy, check_policy
+from memopt.rewrite.policy import Policy, check_policy
 from memopt.solver import Effort as EffortName
 from memopt.solver import Solver
 from passes import Pass

@@ -116,7 +116,7 @@ def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
     if whole:
         return StageDiff(tuple(diff_graphs(region.stages[0], region.stages[-1], order=order) for region in whole))
     graphs = (*operators, *joint)
-    spans = [(*span, graph.reasons(stage)) for graph in graphs if (span := graph.span(stage))]
+    spans = [span for graph in graphs if (span := graph.span(stage))]
     if not spans:
         names = ["joint"] * bool(joint) + ["operators"] * bool(operators)
         names += dict.fromkeys(name for graph in graphs for name in graph.names)

@@ -54,8 +54,8 @@ class _LabelTerms:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     amounts: list[Amounts] = field(default_factory=list)
     labels: int = 2
-    _demands: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    """By shared label the pairs of label and value that demand it."""
+    _demands: dict[int, tuple[bool, list[int]]] = field(default_factory=dict)
+    """By shared label: which value of the labels that share it demands it, and these labels."""
     _demanded: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _touching: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
@@ -76,20 +76,18 @@ class _LabelTerms:
         """Adds the cost of one copy that all readers of a value share: in 16 bits if `low`, else in fp32.
 
         It is paid once, if any of the labels `demanding` is that of the copy while the value's, `source`, is the other.
-        A `source` of ZERO (or of ONE, if not `low`) stands for a value that needs the copy whatever its own label.
-        """
+        A `source` of ZERO (or of ONE, if not `low`) stands for a value that needs the copy whatever its own label."""
         thing = self.label()
-        for label in sorted(set(demanding)):
-            self._demands[thing].append((label, int(low)))
+        self._demands[thing] = low, sorted(set(demanding))
+        for label in set(demanding):
             self._demanded[label].append(thing)
         self.add(*((source, thing) if low else (thing, source)), amounts)
 
     def problem(self, byte_price: float) -> LabelProblem:
         """Returns the problem for a minimum cut. Costs are in seconds, a saved byte counts as `byte_price` seconds, and
         errors are tolls."""
-        demands = [
-            (thing, label) if low else (label, thing) for thing, all_ in self._demands.items() for label, low in all_
-        ]
+        shared = self._demands.items()
+        demands = [(one, label) if low else (label, one) for one, (low, labels) in shared for label in labels]
         costs = [amount.seconds + byte_price * amount.nbytes for amount in self.amounts] + [math.inf] * len(demands)
         tolls = [amount.error for amount in self.amounts] + [0.0] * len(demands)
         pairs = np.array([*self.pairs, *demands], np.int64).reshape(-1, 2)
@@ -110,18 +108,16 @@ class _LabelTerms:
 
     def flipping(self, label: int, labels: Flags) -> Amounts:
         """Returns by how much the sums grow if one label gets the other value."""
-        things = self._demanded[label]
-        near = sorted({pair for part in (label, *things) for pair in self._touching[part]})
         other = labels.copy()
         other[label] = not labels[label]
-        for thing in things:
+        for thing in self._demanded[label]:
             other[thing] = self._state(thing, other)
+        near = sorted({pair for part in (label, *self._demanded[label]) for pair in self._touching[part]})
         return self._sum(near, other) - self._sum(near, labels)
 
     def _state(self, thing: int, labels: Flags) -> bool:
-        demands = self._demands[thing]
-        low = bool(demands[0][1])
-        return low if any(bool(labels[label]) == low for label, _ in demands) else not low
+        low, demanding = self._demands[thing]
+        return any(bool(labels[label]) == low for label in demanding) == low
 
     def _sum(self, pairs: Iterable[int], labels: Flags) -> Amounts:
         paid = [self.amounts[pair] for pair in pairs if not labels[self.pairs[pair][0]] and labels[self.pairs[pair][1]]]
@@ -183,7 +179,6 @@ class GraphTerms:
     def __init__(
         self, graph: fx.Graph, plan: PrecisionPlan, free: frozenset[str], prices: OpPrices, influence: Influence
     ) -> None:
-        assert plan.low is not None
         self.graph, self.plan, self.free, self.prices, self.low = graph, plan, free, prices, plan.low
         self.terms = _LabelTerms()
         self.label_of: dict[str, int] = {}
@@ -193,7 +188,7 @@ class GraphTerms:
         self._rounding: set[tuple[fx.Node, fx.Node]] = set()
         """Pairs of a value and a call whose backward may read it rounded."""
         self._forward: list[tuple[int, OpPrice, OpPrice]] = []
-        self._differentiated, self._influence = influence.differentiated, influence
+        self._influence = influence
         for node in self.graph.nodes:
             self._visit(node)
         for node, readers in self._readers.items():
@@ -242,10 +237,10 @@ class GraphTerms:
         return ONE if any(tensor.dtype == self.low for tensor in tensors(node.meta.get("val"))) else ZERO
 
     def _price(self, node: fx.Node, dtype: torch.dtype) -> OpPrice | None:
-        costs_alike = node.name not in self.free and node not in self._differentiated
+        costs_alike = node.name not in self.free and node not in self._influence.differentiated
         if is_cast(node) or costs_alike:  # the cost of a cast depends on its input
             return _NOTHING
-        return self.prices.price(node, dtype, self._differentiated)
+        return self.prices.price(node, dtype, self._influence.differentiated)
 
     def _read(self, node: fx.Node, wide: OpPrice, low: OpPrice) -> None:
         """Adds the price of a call in both dtypes, and notes it as a reader of its operands."""
@@ -272,7 +267,7 @@ class GraphTerms:
         """Adds what the readers of a value share: its casts, and what is saved of it for the backward."""
         source, elements = self._labels[node], _elements(node)
         traffic = op_seconds(0, 6 * elements, "float32", self.prices.hardware)
-        back = node in self._differentiated
+        back = node in self._influence.differentiated
         for low, labels in ((True, readers.low), (False, readers.wide)):
             if elements and labels:
                 self.terms.shared(low, labels, source, Amounts(traffic * (1 + back)))

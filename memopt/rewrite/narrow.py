@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from memopt.capture.author_modes import autocast_is_on
-from memopt.capture.marks import traced_from
+from memopt.capture.blocks import traced_from
 from memopt.capture.operators import Decision, OperatorGraph
 from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.storages import storage_bytes
@@ -51,8 +51,7 @@ def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str
     """Returns the passes for the joint graph of a bf16 region that save activations in 16 bits.
 
     The graph's first `forward_outputs` outputs are those of the forward. `exact` holds the names of the operator
-    graph's nodes whose dtype the author or the user has set.
-    """
+    graph's nodes whose dtype the author or the user has set."""
     return Pipeline((SumInFp32(), CastSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
 
 
@@ -62,8 +61,7 @@ def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = froz
 
     Left out are values that are held anyway, as inputs or outputs, values that the backward reads through several
     views, widened 16-bit values, small ones, those from which the gradient of a single-number parameter is computed
-    (`read_for_numbers`), and all that the author or the user wants in fp32.
-    """
+    (`read_for_numbers`), and all that the author or the user wants in fp32."""
     backward = backward_nodes(graph)
     values = filter(worth_narrowing, _saved_values(graph, forward_outputs))
     return tuple(node.name for node in values if tolerated(node, backward, exact))
@@ -103,8 +101,7 @@ def _saved_values(graph: fx.Graph, forward_outputs: int) -> tuple[fx.Node, ...]:
     """Returns the values that the forward computes and the backward reads, but for the `forward_outputs` outputs and
     those of `read_for_numbers`.
 
-    Where the backward reads several values that share a storage, such as views of one, all of them are left out.
-    """
+    Where the backward reads several values that share a storage, such as views of one, all of them are left out."""
     backward = backward_nodes(graph)
     outputs = [result for result in graph_results(graph)[:forward_outputs] if isinstance(result, fx.Node)]
     kept = [*graph.find_nodes(op="placeholder"), *outputs]
@@ -171,8 +168,7 @@ class DecideFp8:
     the layers are chosen that the time model predicts to be faster in 8 bits; on others all that are possible, since
     they save half as many bytes. Layers are left alone if the kernels do not take their sizes, if they are the last
     (the one that makes the logits), if they share their weight with an embedding, or if the author or the user has set
-    their dtype.
-    """
+    their dtype."""
 
     card: Hardware
     rules: Rules = field(default_factory=Rules)
@@ -201,22 +197,13 @@ class DecideFp8:
         notes = tuple(f"{self.lever}: a layer is left alone, since {reason}" for reason in left)
         if not chosen:
             return Decision(Pipeline((), label=self.lever), notes=notes)
-        by = self._scaling
         passes = Fp8Linears(frozenset(chosen), self.scaling, self.histories), EliminateDeadCode()
-        units = "" if self._quick else f"; {self.card.name} has no such 8-bit units and multiplies dequantised copies"
-        done = (
-            f"{self.lever}: {len(chosen)} of {len(found)} layers in e4m3, gradients in {_SHORT[by.gradients]}, "
-            f"{self.scaling} scaling{units}"
-        )
+        gradients = _SHORT[SCALINGS[self.scaling].gradients]
+        share = f"{len(chosen)} of {len(found)} layers"
+        done = f"{self.lever}: {share} in e4m3, gradients in {gradients}, {self.scaling} scaling"
+        if not has_units(self.card, self.scaling):
+            done += f"; {self.card.name} has no such 8-bit units and multiplies dequantised copies"
         return Decision(Pipeline(passes, label=self.lever), chosen, (done, *notes))
-
-    @property
-    def _scaling(self) -> Fp8Scaling:
-        return SCALINGS[self.scaling]
-
-    @property
-    def _quick(self) -> bool:
-        return has_units(self.card, self.scaling)
 
     def _judged(self, layer: FoundLinear, graph: OperatorGraph) -> FoundLinear:
         """Returns a layer, with the reason if it is not to be rewritten."""
@@ -234,12 +221,13 @@ class DecideFp8:
 
     def _compared(self, layers: list[FoundLinear]) -> tuple[bool, str]:
         """Returns whether layers that read one value are slower in 8 bits, and a text with their times."""
-        if not self._quick:
+        if not has_units(self.card, self.scaling):
             return False, "in 8 bits it saves half as many bytes for the backward"
         wide = sum(_seconds(layer, "bfloat16", self.card) for layer in layers)
-        rate = scaled_rate(self._scaling.values)
+        by = SCALINGS[self.scaling]
+        rate = scaled_rate(by.values)
         narrow = sum(_seconds(layer, rate, self.card) for layer in layers)
-        narrow += _quantizing(layers, self._scaling, self.card)
+        narrow += _quantizing(layers, by, self.card)
         if narrow >= wide:
             return bool(layers), "its matrices are too small for 8 bits to be faster"
         return False, f"{duration(wide)} would become {duration(narrow)}"
@@ -259,8 +247,7 @@ def _quantizing(layers: list[FoundLinear], by: Fp8Scaling, card: Hardware) -> fl
     """Returns the seconds of quantising the operands of layers that read one value.
 
     The input is quantised once for all, weights and gradients for each layer: read twice in 16 bits and written in 8,
-    with tiles for each summed dimension. Three operands are transposed for the kernels.
-    """
+    with tiles for each summed dimension. Three operands are transposed for the kernels."""
     if not layers:
         return 0.0
     values, weights = (1 if turned(tile) == tile else 2 for tile in (by.values, by.weights))

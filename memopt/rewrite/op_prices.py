@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from memopt.compat.fakes import new_fake_mode
 from memopt.compat.host import HOST
-from memopt.compat.operators import OpOverload, overload_name, schema_of
+from memopt.compat.operators import OpOverload, overload_name, schema_of, tree_map
 from memopt.device.hardware import Hardware
 from memopt.device.op_call import OpCall, op_call
 from memopt.device.storages import storage_bytes
@@ -23,6 +23,8 @@ from passes.graphs.aliases import storages
 from passes.graphs.edit import propagating
 from passes.graphs.node_facts import backward_nodes, graph_results, tensors
 from passes.graphs.op_kinds import CAST_FIRST_ONLY
+
+_RETYPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Saved(Enum):
@@ -63,8 +65,7 @@ class OpPrices:
         """Returns the seconds of the call `node`, forward and backward, with floating-point operands in `dtype`, and
         what it saves for the backward; None if it cannot be traced alone.
 
-        Operands that are `differentiated` get gradients.
-        """
+        Operands that are `differentiated` get gradients."""
         try:
             call = op_call(node)
         except ValueError:  # a size that depends on data, without bound
@@ -80,19 +81,24 @@ class OpPrices:
     def _trace(self, call: OpCall, dtype: torch.dtype, differentiated: tuple[bool, ...]) -> OpPrice | None:
         run = _functional(call.op)
 
-        def run_with(leaves: Iterator[torch.Tensor]) -> Any:
+        def run_with(leaves: Iterable[torch.Tensor]) -> Any:
             """Runs the call with other tensors instead of its own, in order."""
-            return run(*_with(args, leaves), **{name: _with(value, leaves) for name, value in kwargs.items()})
+            given = iter(leaves)
+            other = tree_map(lambda one: next(given) if isinstance(one, torch.Tensor) else one, (args, kwargs))
+            return run(*other[0], **other[1])
 
         with propagating(new_fake_mode()), torch.enable_grad():
             args, kwargs = call.make_arguments(HOST.type)
             leaves = list(tensors([args, *kwargs.values()]))
             casts = len(leaves) if call.name not in CAST_FIRST_ONLY else 1
-            leaves = [_retyped(leaf, dtype) if place < casts else leaf for place, leaf in enumerate(leaves)]
+            leaves = [
+                leaf.to(dtype) if place < casts and leaf.dtype in _RETYPED else leaf
+                for place, leaf in enumerate(leaves)
+            ]
             for leaf, needs in zip(leaves, differentiated, strict=True):
                 leaf.requires_grad_(needs and leaf.is_floating_point())
             try:
-                graph, results = _joint(lambda given: run_with(iter(given)), leaves)
+                graph, results = _joint(run_with, leaves)
                 return _read(graph, results, self.hardware, self.narrows)
             except (RuntimeError, NotImplementedError, TypeError, ValueError):  # sizes that depend on data among them
                 return None
@@ -100,13 +106,9 @@ class OpPrices:
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the nodes that a call reads tensors from, one entry for each tensor, in the order of the arguments."""
-    found: list[fx.Node] = []
-
-    def add(source: fx.Node) -> None:
-        found.extend([source] * len(list(tensors(source.meta.get("val")))))
-
-    fx.map_arg((node.args, node.kwargs), add)
-    return tuple(found)
+    sources: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), sources.append)
+    return tuple(source for source in sources for _ in tensors(source.meta.get("val")))
 
 
 def _functional(op: OpOverload) -> Callable[..., Any]:
@@ -116,21 +118,10 @@ def _functional(op: OpOverload) -> Callable[..., Any]:
     return getattr(packet, overload_name(op), op) if packet is not None else op
 
 
-def _retyped(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return leaf.to(dtype) if leaf.dtype in (torch.float32, torch.bfloat16, torch.float16) else leaf
-
-
-def _with(value: Any, leaves: Iterator[torch.Tensor]) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_with(element, leaves) for element in value]
-    return next(leaves) if isinstance(value, torch.Tensor) else value
-
-
-def _joint(call: Callable[[list[torch.Tensor]], Any], leaves: list[torch.Tensor]) -> tuple[fx.Graph, int]:
+def _joint(call: Callable[[Iterable[torch.Tensor]], Any], leaves: list[torch.Tensor]) -> tuple[fx.Graph, int]:
     """Traces forward and backward of a call as AOTAutograd does: `primals_*`, `tangents_*` → results, gradients.
 
-    Returns the graph and the number of results.
-    """
+    Returns the graph and the number of results."""
 
     def flowing(result: Any) -> list[torch.Tensor]:
         return [tensor for tensor in tensors(result) if tensor.requires_grad]

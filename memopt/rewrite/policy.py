@@ -35,9 +35,9 @@ class Choice:
 @dataclass(frozen=True)
 class PrecisionPlan:
     """The dtype chosen for each operator, by name of its node; nodes without a choice follow their input. `low` is the
-    16-bit dtype, None where everything stays in fp32."""
+    16-bit dtype."""
 
-    low: torch.dtype | None
+    low: torch.dtype
     choices: Mapping[str, Choice] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -63,13 +63,6 @@ class PrecisionPlan:
         counts = Counter(dtype_name(choice.dtype) for choice in self.choices.values())
         (most, times), *others = counts.most_common() or [("fp32", 0)]
         return ", ".join([f"{times} ops in {most}", *(f"{number} in {name}" for name, number in others)])
-
-    def __str__(self) -> str:
-        if self.low is None:
-            return "precision: fp32"
-        counts = Counter((dtype_name(choice.dtype), choice.reason) for choice in self.choices.values())
-        rows = [f"  {count:5} ops in {dtype}: {reason}" for (dtype, reason), count in counts.most_common()]
-        return "\n".join([f"precision: {dtype_name(self.low)}", *rows, *(f"  {note}" for note in self.notes)])
 
 
 NAMES = {
@@ -161,30 +154,22 @@ def check_policy(policy: Any) -> Policy:
     return policy
 
 
-def best_dtype(hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
-    """Returns bf16 where the device computes in it, fp16 where it has only that, else fp32.
-
-    A CPU has bf16 if it has AVX512-BF16 or AMX; `cpu_has_bf16` says so for a CPU other than this machine's."""
-    device = device_of(hardware)
-    if device.is_host and cpu_has_bf16 is not None:
-        return torch.bfloat16 if cpu_has_bf16 else torch.float32
-    known = (dtype for dtype in (torch.bfloat16, torch.float16) if device.computes_in(hardware, dtype))
-    return next(known, torch.float32)
-
-
 def searches(policy: Policy) -> bool:
     """Returns whether a policy, or the default of a user's rules, is "search"."""
     return (policy if isinstance(policy, str) else policy.get(DEFAULT)) == "search"
 
 
-def low_dtype(policy: Policy, hardware: Hardware, *, cpu_has_bf16: bool | None = None) -> torch.dtype:
-    """Returns the dtype that a policy, or the "default" of a user's rules, means on a device. Raises ValueError for
-    fp16 where `hardware` has no rate for it."""
+def low_dtype(policy: Policy, hardware: Hardware) -> torch.dtype:
+    """Returns the dtype that a policy, or the "default" of a user's rules, means on a device: for "auto" and "search"
+    bf16 where the device computes in it, fp16 where it has only that, else fp32. "search" means bf16 also on a CPU that
+    is no faster in it. Raises ValueError for fp16 where `hardware` has no rate for it."""
     name = policy if isinstance(policy, str) else policy.get(DEFAULT, "auto")
-    if name == "auto":
-        return best_dtype(hardware, cpu_has_bf16=cpu_has_bf16)
-    if name == "search":  # means 16 bits also on a CPU that is no faster in them
-        return best_dtype(hardware, cpu_has_bf16=True)
+    if name in ("auto", "search"):
+        device = device_of(hardware)
+        if name == "search" and device.is_host:
+            return torch.bfloat16
+        known = (dtype for dtype in (torch.bfloat16, torch.float16) if device.computes_in(hardware, dtype))
+        return next(known, torch.float32)
     dtype = dtype_of(name)
     if dtype == torch.float16 and str(dtype).removeprefix("torch.") not in hardware.flops:
         raise ValueError(f"precision={name!r}: {hardware.name} does not compute in {dtype_name(dtype)}; use 'auto'")

@@ -14,6 +14,7 @@ from memopt.compat.operators import plain_tensors
 from memopt.device.devices import device_of
 from memopt.rewrite.assign import only_read_by
 from memopt.rewrite.policy import PrecisionPlan
+from passes.graphs.node_facts import tensors
 from passes.graphs.op_kinds import follows_input, is_view, mutated_arguments, op_name
 
 LARGEST = 65504.0
@@ -38,8 +39,7 @@ class Range:
     """The range of a value on the sample batch: least and largest finite element, and the share that fp16 loses.
 
     `lost` is the share of nonzero elements that fp16 rounds to zero although they matter: they are larger than the
-    rounding error of the largest element in their row (the last dimension).
-    """
+    rounding error of the largest element in their row (the last dimension)."""
 
     low: float = 0.0
     high: float = 0.0
@@ -64,8 +64,7 @@ Ranges: TypeAlias = Mapping[str, Range]
 class Screening(fx.Interpreter):
     """Runs an operator graph on real values, unchanged, and records the range of every value.
 
-    It runs without gradients and frees each value after its last use. Writes of the graph to its inputs take effect.
-    """
+    It runs without gradients and frees each value after its last use. Writes of the graph to its inputs take effect."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -88,7 +87,7 @@ class Screening(fx.Interpreter):
         if source is not None and source.name in self.ranges and _as_many(n, source):
             self.ranges[n.name] = self.ranges[source.name]
             return result
-        for tensor in _floats(result):
+        for tensor in filter(torch.is_floating_point, tensors(result)):
             found = replace(range_of(tensor), inside=score)
             self.ranges[n.name] = found.joined(self.ranges[n.name]) if n.name in self.ranges else found
         return result
@@ -156,17 +155,11 @@ def _largest_score(query: torch.Tensor, key: torch.Tensor, scale: float | None) 
     return math.prod(longest) * (1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
 
 
-def _floats(value: Any) -> Iterator[torch.Tensor]:
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return (element for element in values if isinstance(element, torch.Tensor) and element.is_floating_point())
-
-
 def kept_out(module: fx.GraphModule, ranges: Ranges, decide: Callable[[KeptOut], PrecisionPlan]) -> KeptOut:
     """Returns the operators that must not compute in fp16, each with the reason, since their values leave fp16's range.
 
     `ranges` has the range of each value on sample data. `decide` returns the plan of dtypes when given operators are
-    kept out of fp16; it is called again, with more of them, until no fp16 value of its plan leaves the range.
-    """
+    kept out of fp16; it is called again, with more of them, until no fp16 value of its plan leaves the range."""
     kept: dict[str, str] = {}
     while True:
         choices = decide(tuple(kept.items())).choices

@@ -13,16 +13,20 @@ from torch import fx, nn
 
 from memopt.account.account import distinct_bytes
 from memopt.account.eager_bytes import EagerBytes
-from memopt.capture.author_modes import CallerModes
+from memopt.capture.author_modes import CallerModes, Untraceable
+from memopt.capture.between import Between, stand_in
 from memopt.capture.data_sizes import is_real, new_symbols
-from memopt.capture.dynamo import in_brief
+from memopt.capture.derivatives import forward_of
+from memopt.capture.dynamo import CallStopped, GraphBreak, compile_call, in_brief, training_call
 from memopt.capture.inputs import Call, call_signature, tensors_in
 from memopt.capture.operators import Decide, OperatorGraph, Rewriting
-from memopt.capture.sample import run_sample
+from memopt.capture.region import RecordedRegion
 from memopt.compat.operators import plain_tensors
 from memopt.rewrite.policy import PrecisionPlan
 from memopt.rewrite.screen import KeptOut, Range, Ranges, Screening, kept_out, looking_bytes
 from memopt.rewrite.trace import rewrite
+from memopt.saved_values import values_restored
+from memopt.training_state import containers_restored, undone
 from memopt.units import size
 from passes import format_graph
 from passes.graphs.graph_text import format_node
@@ -74,9 +78,9 @@ class Screenings:
         self._looked.add(signature)
         others = [takewhile(self._is_not_of, rewriting.deciders) for rewriting in rewritings]
         befores = list(dict.fromkeys(map(tuple, others)))
-        look = _Look(befores, room_bytes, [*model.buffers(), *tensors_in(call)])
+        look = _Look(befores, rewritings[0].planned_for, room_bytes, [*model.buffers(), *tensors_in(call)])
         try:
-            run_sample(model, call, loss_fn, look, rewritings[0], differentiate_all=differentiate_all)
+            look.run_forward(model, call, loss_fn, differentiate_all=differentiate_all)
         except _NotRun as reason:
             self._why_not = str(reason)
         except Exception as failure:  # planning the model reports what is wrong with it
@@ -99,7 +103,9 @@ class Screenings:
         values leave its range; and a note on these operators."""
         ranges, part = self._ranges.get(_fingerprint(graph.module)), ""
         if ranges is None:
-            ranges = self._in_part(graph.module)
+            lines = self._lines.get(_inputs(graph.module), {})  # of nodes that other rewritings of its region share
+            texts = {node.name: format_node(node) for node in graph.module.graph.nodes}
+            ranges = {name: lines[text] for name, text in texts.items() if text in lines}
             part = f" in part, since {self._why_not};"
         if not ranges:
             return decide(()), f"values were not checked against fp16's range, since {self._why_not}; they may overflow"
@@ -107,25 +113,66 @@ class Screenings:
         found = f"{len(kept)} ops have values beyond the range of fp16 and stay in fp32" if kept else WITHIN
         return decide(kept), f"values on a sample batch were checked against fp16's range:{part} {found}"
 
-    def _in_part(self, module: fx.GraphModule) -> Ranges:
-        """Returns the ranges known of a graph that was not run: of nodes that other rewritings of its region share."""
-        lines = self._lines.get(_inputs(module), {})
-        return {node.name: lines[line] for node in module.graph.nodes if (line := format_node(node)) in lines}
-
 
 class _Look:
     """Runs the operator graphs of a sample batch, as several rewritings leave them; records ranges of values."""
 
     def __init__(
-        self, befores: Sequence[tuple[Decide, ...]], room_bytes: int | None, known: Collection[torch.Tensor]
+        self,
+        befores: Sequence[tuple[Decide, ...]],
+        planned_for: str,
+        room_bytes: int | None,
+        known: Collection[torch.Tensor],
     ) -> None:
-        self.befores, self.room_bytes, self.known = befores, room_bytes, {id(tensor) for tensor in known}
+        self.befores, self.planned_for, self.room_bytes = befores, planned_for, room_bytes
+        self.known = {id(tensor) for tensor in known}
         self.found: dict[str, dict[str, Range]] = {}
         self.modules: dict[str, fx.GraphModule] = {}
         self.why_not = ""
         """Why a graph was not run; "" if all were."""
 
-    def __call__(self, graph: OperatorGraph, inputs: Sequence[Any]) -> Any:
+    def run_forward(
+        self, model: nn.Module, call: Call, loss_fn: Callable[..., Any] | None, *, differentiate_all: bool
+    ) -> None:
+        """Run the forward of a training call without gradients, each region that has an operator graph by this graph.
+
+        The operator graphs are those that planning captures for the same call; other code runs as it is. Buffers,
+        random generators, inputs and module attributes are restored afterwards. Raises what the model raises, and
+        `CaptureError` where the forward cannot be captured."""
+
+        def whole(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            if run := self._runner(graph_module, inputs, differentiate_all=differentiate_all):
+                run(*inputs)
+            raise CallStopped  # the rest of the model's Python code does not run
+
+        def region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            run = self._runner(graph_module, inputs, differentiate_all=True) or forward_of(graph_module)
+            return lambda *given: stand_in(graph_module, run, Between(), 0, given)
+
+        args, kwargs = call
+        with undone(model), values_restored(tensors_in(call)), containers_restored(call):
+            try:
+                compile_call(training_call(model, loss_fn), whole, whole=True)(*args, **kwargs)
+            except CallStopped:
+                return
+            except GraphBreak:
+                pass
+            compile_call(training_call(model, loss_fn), region, whole=False)(*args, **kwargs)
+
+    def _runner(
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], *, differentiate_all: bool
+    ) -> Callable[..., Any] | None:
+        """A function that runs a region's operator graph; None where it has none."""
+        region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all)
+        if not torch.is_grad_enabled():
+            return None
+        try:
+            graph = region.operator_graph(self.planned_for)
+        except Untraceable:
+            return None
+        return lambda *given: self._run_region(graph, given)
+
+    def _run_region(self, graph: OperatorGraph, inputs: Sequence[Any]) -> Any:
         modules = [rewrite(graph, before).stages[-1] for before in self.befores]
         results, ran = None, False
         for text, module in {_fingerprint(module): module for module in modules}.items():
@@ -135,18 +182,14 @@ class _Look:
                 self.why_not = str(reason)
                 continue
             results = None  # freed before the next run
-            results, ran = self.run(text, module, inputs), True
+            screening = Screening(module)
+            results, ran = screening.run_all(inputs), True
+            self.modules[text] = module
+            found = self.found.setdefault(text, {})
+            for name, entry in screening.ranges.items():
+                found[name] = entry.joined(found[name]) if name in found else entry
         if not ran:
             raise _NotRun(self.why_not)
-        return results
-
-    def run(self, text: str, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        screening = Screening(module)
-        results = screening.run_all(inputs)
-        self.modules[text] = module
-        found = self.found.setdefault(text, {})
-        for name, entry in screening.ranges.items():
-            found[name] = entry.joined(found[name]) if name in found else entry
         return results
 
     def check_room(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -171,8 +171,7 @@ def influence(graph: fx.Graph, differentiated: frozenset[fx.Node]) -> Influence:
     Values are assumed to have variance 1, as normalised activations do, biases 0, and sums the sum of their operands'
     variances: a residual stream grows by 1 with each block. A relative error of a sum's operand becomes one of the sum
     in proportion to the operand's share; other operators pass it on unchanged. The loss has weight 1, and no value has
-    more. Roundings are independent, so that weights add.
-    """
+    more. Roundings are independent, so that weights add."""
     sizes = _variances(graph, differentiated)
     of: dict[fx.Node, float] = {}
     through: dict[tuple[fx.Node, fx.Node], float] = {}

@@ -14,24 +14,16 @@ from memopt.capture.captured_call import CapturedCall
 from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamo import in_brief
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import (
-    Decide,
-    NothingToRewrite,
-    OperatorGraph,
-    Operators,
-    Rewriting,
-    needs_operators,
-    to_differentiate,
-)
+from memopt.capture.operators import Decide, OperatorGraph, Operators, Rewriting, check_needed, to_differentiate
 from memopt.capture.region import RecordedRegion
-from memopt.capture.trace import RegionTrace, autocast_to, backend_of, differentiate
+from memopt.capture.trace import RegionTrace, autocast_to, differentiate
 from memopt.compat.fakes import fresh_fakes
 from memopt.compat.operators import without_autocast
 from memopt.compat.true_results import raising_for_refused_dtypes
 from memopt.device.devices import kernels_of
 from memopt.errors import CaptureError
 from memopt.lru import LruCache
-from passes import Pass, Pipeline
+from passes import Pipeline
 
 _MOST_TRACES = 256
 """The number of pairs of a region and a backend whose joint graphs are kept."""
@@ -45,21 +37,18 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
     has none, `ValueError` where no decision has that label, and `PassError` where a pass fails."""
     stages, decisions = [graph.module], []
 
-    def add_stage(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        stages.append(after)
-
     for decide in deciders:
         decisions.append(decide(replace(graph, module=stages[-1])))
         if needed and decisions[-1].pipeline.label == needed:
-            Operators(decisions=tuple(decisions)).check_needed(needed)
-        Pipeline((decisions[-1].pipeline,), observer=add_stage)(stages[-1])
+            check_needed(needed, [Operators(decisions=tuple(decisions))])
+        Pipeline((decisions[-1].pipeline,), observer=lambda _, before, after: stages.append(after))(stages[-1])
     if needed and all(decision.pipeline.label != needed for decision in decisions):
         raise ValueError(
             f"the lever {needed!r} has no pipeline of that label, by which memopt finds whether it changed anything; "
             f"have its function that chooses the passes of a graph return Decision(Pipeline(passes, label={needed!r}))"
         )
-    notes = (note for decision in decisions for note in decision.notes)
-    return Operators(tuple(stages), tuple(decisions), (*graph.notes, *notes), graph.author_typed)
+    notes = tuple(note for decision in decisions for note in decision.notes)
+    return Operators(tuple(stages), tuple(decisions), notes, graph.author_typed)
 
 
 def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -> JointGraph:
@@ -67,8 +56,7 @@ def trace(region: RecordedRegion, rewriting: Rewriting, backend: str = "aten") -
     (`JointGraph.differentiated` is false).
 
     Raises `PassError` where a pass fails, `NothingToRewrite` where the lever with the label `rewriting.needed` finds no
-    passes to run, and `CaptureError` where the region cannot be traced into a joint graph.
-    """
+    passes to run, and `CaptureError` where the region cannot be traced into a joint graph."""
     with region.modes.restored():
         operators = _rewritten_operators(region, rewriting)
         if operators is not None and operators.stages:
@@ -88,8 +76,7 @@ def trace_call(
 
     `traces` is a cache of graphs traced before. Raises `CaptureError` where no gradient flows to any parameter, and
     `NothingToRewrite` where the lever with the label `rewriting.needed` finds no passes to run in any region. Also
-    raises what `trace` raises.
-    """
+    raises what `trace` raises."""
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     regions = {id(run.region): run.region for run in captured.runs}
     traces = Traces() if traces is None else traces
@@ -98,7 +85,7 @@ def trace_call(
     if not joints:
         raise CaptureError("the result of the call depends on no trainable parameter; make some require gradients")
     if not captured.whole:
-        _check_needed(joints, rewriting.needed)
+        check_needed(rewriting.needed, [joint.operators or Operators() for joint in joints])
     return joints
 
 
@@ -111,11 +98,11 @@ class Traces:
 
     def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointGraph:
         """The joint graph of a region under a rewriting, from the cache or traced now; for "aten" in place of `backend`
-        if inductor cannot compile the region (`backend_of`). Raises as `trace` does."""
-        backend = backend_of(region, backend)
+        if sizes in the region depend on data. Raises as `trace` does."""
+        backend = "aten" if region.depends_on_data else backend  # inductor cannot compile the checks of such sizes
         known = self._joints.get((region, backend)) or []
         for other, joint in known:
-            if other is rewriting or other == rewriting:
+            if other == rewriting:
                 return joint
         joint = trace(region, rewriting, backend)
         self._joints[region, backend] = [*known, (rewriting, joint)]
@@ -139,40 +126,37 @@ def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable
 
 
 def _rewritten_operators(region: RecordedRegion, rewriting: Rewriting) -> Operators | None:
-    """The region's rewritten operator graph; None where neither passes nor autocast need one."""
-    if not torch.is_grad_enabled() or not (rewriting or needs_operators(region.graph_module)):
+    """The region's rewritten operator graph; None where neither passes nor autocast need one. Under autocast its casts
+    must be written out: AOTAutograd would cast a weight once per use and so sum its gradients in another dtype than
+    the plain model does."""
+    if not torch.is_grad_enabled() or not (rewriting or autocast_is_on() or region.has_autocast):
         return None
     try:
         graph = region.operator_graph(rewriting.planned_for)
     except Untraceable as reason:
-        note = f"a region is not rewritten by passes, since {reason}{_instead(region, rewriting.autocast)}"
-        operators = Operators(notes=(note,))
-    else:
-        operators = rewrite(graph, rewriting.deciders, rewriting.needed)
-    operators.check_needed(rewriting.needed)
-    return operators
+        check_needed(rewriting.needed, [Operators()])
+        _, dtypes = _own_dtypes(region, rewriting.autocast)
+        return Operators(notes=(f"a region is not rewritten by passes, since {reason}{dtypes}",))
+    return rewrite(graph, rewriting.deciders, rewriting.needed)
 
 
-def _instead(region: RecordedRegion, low: torch.dtype | None) -> str:
-    """How a region that passes do not rewrite gets its dtypes, as the end of a sentence."""
+def _own_dtypes(region: RecordedRegion, low: torch.dtype | None) -> tuple[torch.dtype | None, str]:
+    """The autocast dtype that a region runs under which passes do not rewrite, and how it gets its dtypes, as the end
+    of a sentence. The dtype is None where `low`, that of the rewriting, is None or the caller's autocast is on, and
+    where the author's code fails under autocast or takes derivatives."""
     if low is None or autocast_is_on():
-        return ""
+        return None, ""
     if region.takes_derivatives:
-        return f", and keeps the dtypes of its code: derivatives of derivatives are not taken in {low}"
-    failure = _fails_under_autocast(region, low)
-    if failure:
-        return f", and keeps the dtypes of its code, which fails under torch.autocast with {low} ({failure})"
-    return f"; it runs under torch.autocast with {low}"
+        return None, f", and keeps the dtypes of its code: derivatives of derivatives are not taken in {low}"
+    if failure := _fails_under_autocast(region, low):
+        return None, f", and keeps the dtypes of its code, which fails under torch.autocast with {low} ({failure})"
+    return low, f"; it runs under torch.autocast with {low}"
 
 
 def _not_rewritten(region: RecordedRegion, rewriting: Rewriting) -> tuple[fx.GraphModule, torch.dtype | None]:
-    """The graph of a region that passes do not rewrite, and the autocast dtype that it runs under. That is None where
-    the rewriting has none or the caller's autocast is on, and where the author's code fails under autocast or takes
-    derivatives."""
-    low = rewriting.autocast
-    if autocast_is_on() or low is None or region.takes_derivatives or _fails_under_autocast(region, low):
-        return region.graph_module, None
-    return region.for_autocast, low
+    """The graph of a region that passes do not rewrite, and the autocast dtype that it runs under, if any."""
+    low, _ = _own_dtypes(region, rewriting.autocast)
+    return region.graph_module if low is None else region.for_autocast, low
 
 
 def _fails_under_autocast(region: RecordedRegion, dtype: torch.dtype) -> str:
@@ -195,15 +179,3 @@ def _failure(region: RecordedRegion, autocast: torch.dtype | None) -> str:
         except RuntimeError as failure:
             return in_brief(failure)
     return ""
-
-
-def _check_needed(joints: Sequence[JointGraph], label: str) -> None:
-    """Raise `NothingToRewrite` if the decision with this label has no passes in any region."""
-    idle: list[NothingToRewrite] = []
-    for joint in joints:
-        try:
-            (joint.operators or Operators()).check_needed(label)
-        except NothingToRewrite as nothing:
-            idle.append(nothing)
-    if len(idle) == len(joints):
-        raise idle[0]

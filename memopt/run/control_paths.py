@@ -102,10 +102,10 @@ class ControlPaths:
         if self.new:
             self.new, self.between_bytes = False, max(self.between_bytes or 0, between_bytes)
         captured = self.calls[0]
-        planned = captured.held_bytes if self.between_bytes is None else self.between_bytes
+        planned = captured.ending.during if self.between_bytes is None else self.between_bytes
         if between_bytes <= planned:
             return 0
-        most = max(captured.after_bytes, *(nbytes for run in captured.runs for nbytes in astuple(run.eager)))
+        most = max(captured.ending.before, *(nbytes for run in captured.runs for nbytes in astuple(run.eager)))
         grown = math.ceil(most * (between_bytes / planned - 1)) if planned else between_bytes
         return grown - (plan.budget_bytes - plan.ceiling_bytes)
 

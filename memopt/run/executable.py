@@ -17,7 +17,7 @@ from memopt.capture.operators import Rewriting
 from memopt.capture.region import RecordedRegion
 from memopt.compat.symbols import known_sizes, shape_symbols
 from memopt.device.storages import find_storages
-from memopt.emit.partition import Emitted
+from memopt.emit.emit import Emitted
 from memopt.errors import CaptureError
 from memopt.planning.plan import Plan
 from memopt.planning.priced_step import TracedStep

@@ -14,7 +14,7 @@ from memopt.account.account import Account
 from memopt.capture.data_sizes import is_real
 from memopt.capture.inputs import Call
 from memopt.capture.operators import NothingToRewrite
-from memopt.emit.partition import Emitted
+from memopt.emit.emit import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning import plan_cache
 from memopt.planning.advice import search_for

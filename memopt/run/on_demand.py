@@ -78,7 +78,7 @@ def run_deferring(
         start = taken[group.head.taken] if group.head and group.head.taken else None
         later = _OfGroup(group, dtypes, inputs, start, generators, notice)
         forward.until_backward(later, later.start_bytes)
-        symbols = {} if group.is_static else symbol_values(region.inputs, inputs)
+        symbols = symbol_values(region.inputs, inputs) if region.changing else {}
         for number, (position, example) in enumerate(zip(group.positions, group.examples, strict=True)):
             sizes = with_values(example.shape, symbols), with_values(example.stride(), symbols)
             outputs[position] = later.on_demand(number, *sizes, dtypes[number], example.device)

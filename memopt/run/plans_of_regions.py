@@ -80,7 +80,7 @@ class PlansOfRegions:
 
     def planned(self, captured: CapturedCall, situation: Situation, plan: Plan) -> None:
         """Make the first run of a captured call in this situation use `plan`, which was made before that run."""
-        self._plans[captured.regions[0], situation, captured.ceiling] = plan
+        self._plans[captured.regions[0], situation, tuple(captured.sizes.allowed.values())] = plan
 
     def forget(self) -> None:
         """Drop all plans and emitted code, so that calls are planned again; captured calls stay."""
@@ -177,7 +177,7 @@ class PlansOfRegions:
 
 def _check_sizes(region: RecordedRegion, sizes: Sizes, inputs: tuple[Any, ...], call: Call) -> None:
     """Raise `Insists` where the graphs of a region, which the call runs on these inputs, are not valid for `sizes`."""
-    if not region.allows(sizes):
-        lines = region.forbids(sizes)
+    if not region.assumed_sizes.hold(sizes):
+        lines = region.assumed_sizes.broken(sizes)
         found = {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}
         raise Insists(found or dict.fromkeys(all_places(call), "a line within torch"))

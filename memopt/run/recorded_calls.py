@@ -23,8 +23,7 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded
 from memopt.compat.tensors import as_implemented, weak_storages
-from memopt.emit.emit import emit_planned
-from memopt.emit.partition import Emitted, check_own_memory
+from memopt.emit.emit import Emitted, check_own_memory, emit_region
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.lru import LruCache
@@ -404,7 +403,7 @@ class RecordedCalls:
         held = plan.account.gradients_held
         key = region, found.schedule, found.joint.parameter_inputs, held, tuple(sorted(limits.items()))
         if key not in self._emitted:
-            self._emitted[key] = emit_planned(plan, found.joint, found.schedule, self.road.accumulation, limits)
+            self._emitted[key] = emit_region(found.joint, found.schedule, self.road.accumulation, limits, plan)
         return self._emitted[key]
 
     def _replay(

@@ -25,9 +25,8 @@ from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.operators import NothingToRewrite
 from memopt.capture.region import RecordedRegion
 from memopt.device.devices import device_of
-from memopt.emit.emit import emit_plan
+from memopt.emit.emit import Emitted, emit_plan
 from memopt.emit.gradients import Accumulation
-from memopt.emit.partition import Emitted
 from memopt.errors import BudgetError, CaptureError
 from memopt.garbage import rare_collections
 from memopt.planning import plan_cache

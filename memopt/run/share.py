@@ -22,8 +22,8 @@ from memopt.compat.hooks import with_hooks
 from memopt.compat.modules import Parts, buffers_in, modules_of, parameters_in
 from memopt.compat.operators import tree_leaves
 from memopt.compat.tensors import as_implemented, bytes_by_address, weak_storages
+from memopt.emit.emit import sharing_memory
 from memopt.emit.gradients import Accumulation, is_hooked
-from memopt.emit.partition import sharing_memory
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, tangent_bytes

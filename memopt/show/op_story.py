@@ -147,13 +147,12 @@ def _short(operator: str) -> str:
 
 def _reasons(captured: TracedStep) -> list[_Reasons | None]:
     """For each region, the reasons for the dtypes of its operators; None where the plan chooses none in it."""
-    found: list[_Reasons | None] = [None] * len(captured.regions)
-    for number, region in enumerate(captured.regions):
-        operators = region.operators
-        if captured.rewriting.autocast is not None and operators is not None and "precision" in operators.names:
-            reasons: _Reasons = defaultdict(list)
-            found[number] = reasons
-            why = operators.reasons("precision")
+    found: list[_Reasons | None] = []
+    for region in captured.regions:
+        operators, reasons = region.operators, None
+        if captured.rewriting.autocast is not None and operators and (span := operators.span("precision")):
+            reasons = defaultdict(list)
+            _, _, why = span
             for node in operators.stages[-1].graph.nodes:
                 if node.name in why:
                     place = module_path(node), source_line(node) or None

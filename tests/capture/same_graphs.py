@@ -25,9 +25,9 @@ def differences(one: fx.GraphModule, other: fx.GraphModule) -> Iterator[str]:
     pair = dict(zip(nodes, others, strict=True))
     made: dict[int, fx.Node] = {}
     made_there: dict[int, fx.Node] = {}
-    first = [node.meta["seq_nr"] for node in (nodes[-2], others[-2])]
+    forward_of, forward_there = _forwards(nodes), _forwards(others)
     for node, there in pair.items():
-        found = _facts(node, one, first[0]), _facts(there, other, first[1])
+        found = _facts(node, one, forward_of), _facts(there, other, forward_there)
         for name in found[0].keys() | found[1].keys():
             mine, theirs = (facts.get(name) for facts in found)
             if mine != theirs:
@@ -41,7 +41,14 @@ def differences(one: fx.GraphModule, other: fx.GraphModule) -> Iterator[str]:
                 yield f"{node.name} lies in the memory of {maker.name} and of {there_maker.name}"
 
 
-def _facts(node: fx.Node, module: fx.GraphModule, last_sequence: int) -> dict[str, Any]:
+def _forwards(nodes: list[fx.Node]) -> dict[int, str]:
+    """By autograd's number of a node (`seq_nr`) the operator of the forward that has it. A call without a backward has
+    that of the next one that has."""
+    calls = (node for node in nodes if node.op == "call_function" and "seq_nr" in node.meta)
+    return {node.meta["seq_nr"]: node.name for node in calls if node.meta.get("partitioner_tag") != "is_backward"}
+
+
+def _facts(node: fx.Node, module: fx.GraphModule, forward_of: dict[int, str]) -> dict[str, Any]:
     value = node.meta.get("val")
     facts = {
         "name": node.name,
@@ -54,7 +61,8 @@ def _facts(node: fx.Node, module: fx.GraphModule, last_sequence: int) -> dict[st
         facts["constant"] = constant_key(attrgetter(str(node.target))(module))
     for name, stored in node.meta.items():
         if name == "seq_nr":
-            facts[name] = stored - last_sequence
+            if node.meta.get("partitioner_tag") == "is_backward":
+                facts[name] = forward_of.get(stored, "")
         elif name.endswith("nn_module_stack"):
             facts[name] = [path for path, _ in (stored or {}).values()]
         elif name not in _NOT_COMPARED:

@@ -70,5 +70,5 @@ def test_bytes_around_runs_without_a_joint_graph_count_at_the_ends_of_the_step()
     eager = [EagerCodeBytes(1, 2, 30, 4), EagerCodeBytes(5, 6, 7, 8), EagerCodeBytes(90, 10, 11, 12)]
     runs = [RegionRun(one, {}, eager=found) for one, found in zip(regions, eager, strict=True)]
     joint: Any = SimpleNamespace(trace=SimpleNamespace(region=regions[1]))
-    call = CapturedCall(tuple(runs), held_bytes=13, after_bytes=14, returning_bytes=15)
+    call = CapturedCall(tuple(runs), ending=EagerCodeBytes(14, 13, 15))
     assert eager_of_runs([joint], call) == (EagerCodeBytes(5, 6, 12, 8), EagerCodeBytes(30, 13, 90))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.capture.on_fakes import fake_parameters
-from memopt.compat.fakes import FakeTensor, new_fake_mode
+from memopt.capture.on_fakes import replaced_parameters
+from memopt.compat.fakes import FakeTensor, new_fake_mode, to_fake
 
 
 class Tied(nn.Module):
@@ -28,7 +28,7 @@ class Tied(nn.Module):
 def test_parameters_and_buffers_are_fakes_for_the_length_of_a_block() -> None:
     model, mode = Tied(), new_fake_mode()
     before = dict(model.state_dict(keep_vars=True))
-    with fake_parameters(model, mode, torch.device("cuda")) as fakes:
+    with replaced_parameters(model, lambda one: to_fake(mode, one, torch.device("cuda"))) as fakes:
         during = dict(model.state_dict(keep_vars=True))
         assert during.keys() == before.keys()
         for name, fake in during.items():
@@ -43,15 +43,15 @@ def test_parameters_and_buffers_are_fakes_for_the_length_of_a_block() -> None:
 
 
 def test_parameters_on_meta_get_fakes_on_the_device() -> None:
-    model = nn.Linear(3, 3, device="meta")
-    with fake_parameters(model, new_fake_mode(), torch.device("cpu")):
+    model, mode = nn.Linear(3, 3, device="meta"), new_fake_mode()
+    with replaced_parameters(model, lambda one: to_fake(mode, one, torch.device("cpu"))):
         assert model.weight.device.type == "cpu"
     assert model.weight.device.type == "meta"
 
 
 def test_attributes_that_the_forward_sets_are_restored() -> None:
     model, mode = Tied(), new_fake_mode()
-    with fake_parameters(model, mode, torch.device("cpu")), mode:
+    with replaced_parameters(model, lambda one: to_fake(mode, one, torch.device("cpu"))), mode:
         model(torch.zeros(3, dtype=torch.int64))
         model.extra = 1
         assert model.calls == 1
@@ -64,6 +64,6 @@ def test_attributes_that_the_forward_sets_are_restored() -> None:
 def test_parameters_are_restored_after_an_error() -> None:
     model = Tied()
     weight = model.head.weight
-    with pytest.raises(KeyError), fake_parameters(model, new_fake_mode(), torch.device("cpu")):
+    with pytest.raises(KeyError), replaced_parameters(model, torch.clone):
         raise KeyError
     assert model.head.weight is model.embedding.weight is weight

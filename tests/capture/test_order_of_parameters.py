@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memopt.capture.region import parameter_numbers
+from memopt.capture.region import parameter_ids
 
 
 def test_parameters_are_numbered_in_the_order_of_the_inputs() -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     for before in range(12):  # {7, 8} as a set gives 8 first
-        assert list(parameter_numbers([0] * before + parameters)) == [before, before + 1, before + 2]
+        assert list(parameter_ids([0] * before + parameters)) == [before, before + 1, before + 2]

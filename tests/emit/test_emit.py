@@ -13,9 +13,8 @@ from torch import nn
 import memopt
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING
-from memopt.emit.emit import emit_region
+from memopt.emit.emit import Emitted, emit_region
 from memopt.emit.gradients import Accumulation
-from memopt.emit.partition import Emitted
 from memopt.planning.schedule_parts import RegionSchedule
 from memopt.rewrite.trace import trace
 from passes.graphs.node_facts import backward_nodes, is_tangent

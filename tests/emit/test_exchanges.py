@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from memopt.emit.partition import exchanges_of
+from memopt.emit.emit import exchanges_of
 
 REDUCE = torch.ops._c10d_functional.all_reduce.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default

@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
 
-from memopt.emit.gradients import AccumulateGradient, Accumulation, _StepParameter, accumulate_in_place, is_hooked
+from memopt.emit.gradients import AccumulateGradient, Accumulation, accumulate_in_place, is_hooked
 from memopt.optimizers import OptimizerInBackward
 from passes import format_graph
 from tests.passes.capture import Sketch, aten
@@ -162,7 +162,7 @@ def test_an_input_that_is_no_leaf_gets_its_gradient() -> None:
 
 
 def stepped(parameter: Tensor, *, allowed: bool = True, other: Tensor | None = None) -> Tensor:
-    step = _StepParameter(Accumulation(allowed), position=1)
+    step = AccumulateGradient(Accumulation(allowed), position=1, steps=True)
     result: Any = Twice.apply(step, torch.zeros(3) if other is None else other, parameter)
     return result.sum()
 

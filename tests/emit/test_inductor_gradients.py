@@ -22,10 +22,13 @@ def handing() -> tuple[_Handing, torch.fx.GraphModule]:
 def run(parameter: nn.Parameter, fate: Fate) -> list[torch.Tensor | None]:
     made, module = handing()
     made.modules[0].receiver = lambda: (parameter, fate)  # type: ignore[method-assign]
-    with made.active() as returned:
-        computed = module(torch.ones(3), torch.full((3,), 2.0))
-        assert computed[1].numel() == 0
-        return made.results(computed, returned)
+
+    def computed(arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        results = module(*arguments)
+        assert results[1].numel() == 0
+        return results
+
+    return made.taking(computed)([torch.ones(3), torch.full((3,), 2.0)])
 
 
 def test_a_gradient_is_added_and_not_returned() -> None:

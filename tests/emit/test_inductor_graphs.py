@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from memopt.compat.inductor_lowering import hold, make_fallbacks_known
-from memopt.emit.footprint import Half, HeldOutputs, footprint
+from memopt.emit.footprint import Half, footprint
 from memopt.emit.inductor import hold_values, keep_products_early
 from tests.passes.capture import Sketch, aten
 
@@ -85,7 +85,7 @@ def test_a_value_of_inputs_that_nothing_frees_is_not_held() -> None:
 def test_compiled_code_holds_the_value_alone() -> None:
     def peak(module: GraphModule) -> int:
         empty = Half("def call(args):\n    return ()\n", [])
-        return footprint(compiled(module), empty, HeldOutputs(1)).forward_bytes
+        return footprint(compiled(module), empty, 1).forward_bytes
 
     module = two_values()
     before = peak(two_values())

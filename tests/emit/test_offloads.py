@@ -13,7 +13,7 @@ from torch import fx
 from examples.models.problems import random_schedule
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
-from memopt.emit.partition import partition
+from memopt.emit.emit import partition
 from memopt.planning.joined import Joined, join
 from memopt.planning.priced_step import TracedStep
 from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph, split

@@ -14,8 +14,8 @@ from torch import fx
 from examples.models.problems import random_schedule
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
+from memopt.emit.emit import partition
 from memopt.emit.gradients import Accumulation
-from memopt.emit.partition import partition
 from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
 from memopt.price.node_prices import is_scheduled
 from memopt.price.price import price

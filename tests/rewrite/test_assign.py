@@ -9,13 +9,8 @@ import memopt
 from memopt.capture.operators import Decision, OperatorGraph, Operators
 from memopt.device.devices import hardware
 from memopt.levers.precision import DecidePrecision, check_rules, precision_rewriting
-from memopt.rewrite import (
-    AssignPrecision,
-    Rules,
-    best_dtype,
-    check_policy,
-    low_dtype,
-)
+from memopt.rewrite.assign import AssignPrecision
+from memopt.rewrite.policy import Rules, check_policy, low_dtype
 from tests.passes.capture import Sketch, aten
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -80,12 +75,13 @@ def test_the_pipeline_trains_masters() -> None:
     [("t4", FP16), ("a100-80", BF16), ("h100", BF16), ("h200", BF16), ("rtx-3090", BF16), ("rtx-4090", BF16)],
 )
 def test_auto_by_device(name: str, dtype: torch.dtype) -> None:
-    assert best_dtype(hardware(name)) == dtype
+    assert low_dtype("auto", hardware(name)) == dtype
 
 
-def test_auto_on_a_cpu() -> None:
-    assert low_dtype("auto", hardware("cpu"), cpu_has_bf16=True) == BF16
-    assert low_dtype("auto", hardware("cpu"), cpu_has_bf16=False) == FP32
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, BF16), (False, FP32)])
+def test_auto_on_a_cpu(has_bf16: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16}, raising=False)
+    assert low_dtype("auto", hardware("cpu")) == dtype
 
 
 def test_a_node_rule_beats_an_operator_rule() -> None:

@@ -16,8 +16,9 @@ from memopt.capture.operators import OperatorGraph
 from memopt.device.devices import hardware
 from memopt.errors import GIB
 from memopt.levers import precision_rewriting
-from memopt.rewrite import AssignPrecision, PrecisionPlan, Rules, low_dtype
+from memopt.rewrite.assign import AssignPrecision
 from memopt.rewrite.op_prices import OpPrices
+from memopt.rewrite.policy import PrecisionPlan, Rules, low_dtype
 from memopt.rewrite.search import SearchPrecision, differentiated, influence
 from tests.passes.capture import Sketch, aten
 
@@ -116,7 +117,7 @@ def test_without_gradients_the_default_stays() -> None:
 @pytest.mark.parametrize(("name", "dtype"), [("t4", FP16), ("h100", BF16), ("cpu", BF16)])
 def test_dtype_by_device(name: str, dtype: torch.dtype) -> None:
     for policy in ("search", {"default": "search", "layer_norm": "fp32"}):
-        assert low_dtype(policy, hardware(name), cpu_has_bf16=False) == dtype
+        assert low_dtype(policy, hardware(name)) == dtype
         assert precision_rewriting(policy, hardware(name)).autocast == dtype
 
 

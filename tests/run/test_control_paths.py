@@ -118,11 +118,12 @@ def test_two_captures_of_one_call_are_planned_for_the_more_that_is_held() -> Non
     call = capture(model, calls, (20, 30, 14))
     more = EagerCodeBytes(before=1 << 30, during_backward=1 << 20)
     held = replace(call.runs[0], eager=more, passed=Passed())
-    both = together(call, replace(call, runs=(held, *call.runs[1:]), held_bytes=call.held_bytes + 8), margin=1.0)
+    ending = replace(call.ending, during=call.ending.during + 8)
+    both = together(call, replace(call, runs=(held, *call.runs[1:]), ending=ending), margin=1.0)
     assert both.runs[0].eager == call.runs[0].eager | more
     assert [run.eager for run in both.runs[1:]] == [run.eager for run in call.runs[1:]]
-    assert both.held_bytes == call.held_bytes + 8
-    assert both.after_bytes == call.after_bytes
+    assert both.ending.during == call.ending.during + 8
+    assert both.ending.before == call.ending.before
     assert [(run.most, run.sizes) for run in both.runs] == [(run.most, run.sizes) for run in call.runs]
     assert not any(run.passed.forward_only for run in both.runs)
 
