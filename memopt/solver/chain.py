@@ -41,10 +41,7 @@ class Chain:
     """[s, c]: bytes that enter block c and do not enter block s, if s < c; otherwise 0."""
     leaving: tuple[tuple[int, ...], ...]
     """Per block: the storages it makes that a later block reads."""
-    held_bytes: Ints
-    """Per op: bytes that every schedule holds at its first evaluation, besides the storages that it reads and makes."""
-    own_bytes: Ints
-    """Per op: `held_bytes` plus its workspace and the storages it makes that are not movable."""
+    held: HeldBytes
 
 
 def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
@@ -53,8 +50,8 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
     A backward op goes to the block whose forward ops read the storages that it reads, not to the block that made them:
     the gradient of a block's first op reads an input of that block, which the previous block made.
     """
-    fixed = HeldBytes(problem)
-    movable = fixed.movable.tolist()
+    held = HeldBytes(problem)
+    movable = held.movable.tolist()
     last_reader = _last_forward_readers(problem)
     starts = _starts(_crossing_bytes(problem, movable, last_reader), most_blocks)
     stops = [*starts[1:], problem.forward_ops]
@@ -72,8 +69,7 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
         ),
         extra_bytes=_extra_bytes(problem, leaving, consumed),
         leaving=tuple(tuple(storages) for storages in leaving),
-        held_bytes=fixed.bytes,
-        own_bytes=fixed.own_bytes,
+        held=held,
     )
 
 

@@ -15,6 +15,8 @@ from memopt.solver.arrays import Arrays, Floats, Ints, remove_dead
 from memopt.solver.links import NONE, Links, death, link, put_back, remove
 from memopt.solver.native import native, native_part
 
+LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
+
 
 class _Survey(NamedTuple):
     """Per evaluation: an estimate of the effect of removing it together with the recomputations made only for it."""
@@ -48,6 +50,12 @@ def polish(
         order = np.argsort(-score, kind="stable")
         if not _drop_all(links, survey, order, cap_bytes):
             return evaluations[links.alive]
+
+
+def polish_at_random(arrays: Arrays, evaluations: Ints, cap_bytes: int, draw: np.random.Generator) -> Ints:
+    """The schedule polished with random noise and one of `LENGTH_EXPONENTS`."""
+    noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
+    return polish(arrays, evaluations, cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
 
 
 @native

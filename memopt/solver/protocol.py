@@ -1,15 +1,13 @@
 """The protocol of a solver, built in or a user's: it takes a problem and a budget and proposes schedules. A user's
 solver is called once for each budget, and its schedules are checked.
 
-The simplest ones are here: the usual recipes of activation checkpointing, each with one schedule for all budgets, and
-`SaveAll`, which takes the portfolio's place when nothing may be recomputed.
+Here, too: the usual recipes of activation checkpointing, each with one schedule for all budgets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from math import isqrt
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -18,8 +16,6 @@ import numpy as np
 
 from memopt.solver.min_cut import just_in_time, needed_by_backward
 from memopt.solver.problem import RematProblem, Schedule
-from memopt.solver.search import Progress
-from memopt.solver.simulator import simulate
 
 
 class Infeasible(Exception):
@@ -150,39 +146,24 @@ class UserSolvers:
         return self._last[1]
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """A usual recipe of activation checkpointing as a solver: it proposes one schedule for all budgets."""
-
-    name: str
-    schedule: Callable[[RematProblem], Schedule]
-
-    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-        return [self.schedule(problem)]
-
-
-SAVE_EVERYTHING = _Recipe("save all", Schedule.save_all)
-"""Saves all activations and recomputes nothing, like training without checkpointing."""
-
-
-def baseline_solvers(problem: RematProblem) -> list[Solver]:
-    """The recipes that apply to the problem: save all, checkpoint blocks (Chen et al., 2016), recompute only
-    attention."""
-    solvers: list[Solver] = [SAVE_EVERYTHING]
+def recipes(problem: RematProblem) -> dict[str, Schedule]:
+    """The usual recipes of activation checkpointing that apply to the problem, by name: save everything, like training
+    without checkpointing, which comes first; checkpoint blocks (Chen et al., 2016); recompute only the attention cores
+    (`Op.attention`). Only the first where nothing can be recomputed."""
+    found = {"save all": Schedule.save_all(problem)}
+    forward = problem.ops[: problem.forward_ops]
+    if not any(op.recomputable for op in forward):
+        return found
     blocks = forward_blocks(problem)
     count = max(blocks, default=-1) + 1
     if count > 1:
-        sizes = [("per block", 1), *((f"every {every} blocks", every) for every in _group_sizes(count))]
-        sizes.append(("sqrt(L) segments", -(-count // isqrt(count))))
-        solvers += [_Recipe(name, partial(checkpointed, blocks=blocks, every=every)) for name, every in sizes]
-    if any(op.attention for op in problem.ops[: problem.forward_ops]):
-        solvers.append(_Recipe("attention only", _without_attention))
-    return solvers
-
-
-def _without_attention(problem: RematProblem) -> Schedule:
-    """Recomputes the attention cores (`Op.attention`) and saves all other values that the backward reads."""
-    return just_in_time(problem, _saved_unless(problem, lambda op: problem.ops[op].attention))
+        sizes = {"per block": 1, **{f"every {every} blocks": every for every in _group_sizes(count)}}
+        sizes["sqrt(L) segments"] = -(-count // isqrt(count))
+        found |= {name: checkpointed(problem, blocks, every) for name, every in sizes.items()}
+    if any(op.attention for op in forward):
+        saved = _saved_unless(problem, lambda op: problem.ops[op].attention)
+        found["attention only"] = just_in_time(problem, saved)
+    return found
 
 
 def checkpointed(problem: RematProblem, blocks: list[int], every: int) -> Schedule:
@@ -244,38 +225,3 @@ def _segment_starts(problem: RematProblem) -> list[int]:
     if lowest.size < 2:  # a uniform chain has no strict minima: any of its ops may begin a segment
         lowest = np.flatnonzero(falls & (inner <= next_crossing))
     return [0, *(1 + lowest).tolist()]
-
-
-class SaveAll:
-    """Has the methods of `Portfolio`, but its only schedule evaluates each op once and saves everything.
-
-    `solvers` are a user's own; only `OffloadPortfolio` calls them, as there is no choice without offloads."""
-
-    def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
-        self.users = UserSolvers(problem, solvers)
-        schedule = Schedule.save_all(problem)
-        simulation = simulate(problem, schedule)
-        self._solution = Solution(schedule, simulation.peak_bytes, 0.0, 0.0, "save all")
-        self._op = schedule.evaluations[simulation.peak_position]
-
-    def solve(
-        self,
-        budget_bytes: int,
-        effort: Effort = "default",
-        *,
-        limit_seconds: float = 60.0,
-        report: Callable[[Progress], None] | None = None,
-    ) -> Solution:
-        """The schedule that saves everything. Raises `Infeasible` if its peak is above `budget_bytes`. The other
-        arguments change nothing."""
-        if self._solution.peak_bytes > budget_bytes:
-            raise Infeasible(self._solution.peak_bytes, self._solution.peak_bytes, self._op)
-        return self._solution
-
-    def smallest(self) -> Solution:
-        """The schedule that saves everything; its peak is the smallest budget that works."""
-        return self._solution
-
-    def baselines(self) -> tuple[Baseline, ...]:
-        """Only the recipe that saves everything, since all other recipes recompute."""
-        return (Baseline("save all", self._solution.peak_bytes, 0.0),)

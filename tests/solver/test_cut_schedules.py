@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, text, transformer
-from memopt.solver.min_cut import CutNetwork, MinimumCut, just_in_time, lower_hull
+from memopt.solver.min_cut import CutNetwork, just_in_time, lower_hull
 from memopt.solver.problem import Schedule
 from memopt.solver.simulator import simulate
 
 
 def test_more_saved_bytes_cost_fewer_seconds_up_to_saving_all() -> None:
     problem = transformer(3)
-    schedules = MinimumCut().candidates(problem, 0)
+    schedules = [just_in_time(problem, cut.saved) for cut in lower_hull(CutNetwork(problem))]
     added = [simulate(problem, schedule).added_seconds for schedule in schedules]
     assert all(more > less for more, less in pairwise(added))
     assert schedules[-1] == Schedule.save_all(problem)
