@@ -12,12 +12,13 @@ plan's true peak may pass its cap: a plan is a seed for repair and polish.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from math import gcd
 
 import numpy as np
 
-from memopt.solver.arrays import Arrays, Ints, arrays_of, remove_dead
+from memopt.solver.arrays import Arrays, Ints, arrays_of, peak_bytes, remove_dead
 from memopt.solver.block_options import Choices, Option, choices_of
 from memopt.solver.chain import Chain, ChainCosts, Table, chain_of, choose, fill, row
 from memopt.solver.problem import RematProblem
@@ -66,7 +67,22 @@ class NestedChain:
             return None
         if count not in self._choices:
             self._choices[count] = choices_of(self._problem, chain)
-        return _ChainTable(self._problem, self._arrays, chain, self._choices[count], slot_bytes, slots)
+        return _ChainTable(self._arrays, chain, self._choices[count], slot_bytes, slots)
+
+    def deepest(self, cap_bytes: int) -> tuple[list[Ints], _ChainTable | None]:
+        """The evaluations of plans with ever smaller peaks, all below the cap, and the last table that was looked at.
+
+        A table for less memory can have more blocks, so each table's smallest peak is the cap of the next table."""
+        plans: list[Ints] = []
+        while (table := self.table(cap_bytes)) is not None and table.smallest_cap_bytes is not None:
+            plan = table.plan(table.smallest_cap_bytes)
+            assert plan is not None
+            peak = peak_bytes(self._arrays, plan)
+            if peak >= cap_bytes:
+                break
+            plans.append(plan)
+            cap_bytes = peak
+        return plans, table
 
     @cached_property
     def _grain(self) -> int:
@@ -77,19 +93,10 @@ class NestedChain:
 class _ChainTable:
     """The optimal nested plans of one chain for all caps up to `slots` slots of `slot_bytes` above resident bytes."""
 
-    def __init__(
-        self,
-        problem: RematProblem,
-        arrays: Arrays,
-        chain: Chain,
-        choices: list[Choices],
-        slot_bytes: int,
-        slots: int,
-    ) -> None:
+    def __init__(self, arrays: Arrays, chain: Chain, choices: list[Choices], slot_bytes: int, slots: int) -> None:
         self._arrays = arrays
         self._chain = chain
         self._options = [option for choice in choices for option in choice.options]
-        self._resident_bytes = problem.resident_bytes
         self._slot_bytes = slot_bytes
         self._costs = _in_slots(chain, choices, slot_bytes)
         self._last = len(chain.blocks) - 1
@@ -101,11 +108,11 @@ class _ChainTable:
     def smallest_cap_bytes(self) -> int | None:
         """The smallest cap in bytes for which the table has a plan; None if it has no plan at all."""
         fits = np.flatnonzero(np.isfinite(self._table[row(0, self._last)]))
-        return int(fits[0]) * self._slot_bytes + self._resident_bytes if fits.size else None
+        return int(fits[0]) * self._slot_bytes + self._arrays.resident_bytes if fits.size else None
 
     def plan(self, cap_bytes: int) -> Ints | None:
         """The evaluations of the plan for a cap, which its true peak may pass a little; None if there is no plan."""
-        memory = min((cap_bytes - self._resident_bytes) // self._slot_bytes, self._table.shape[1] - 1)
+        memory = min((cap_bytes - self._arrays.resident_bytes) // self._slot_bytes, self._table.shape[1] - 1)
         if memory < 0 or not np.isfinite(self._table[row(0, self._last), memory]):
             return None
         evaluations: list[int] = []
@@ -120,25 +127,21 @@ class _ChainTable:
             assert choice != s, "some of the plan's blocks do not fit in the memory that the plan gives them"
             if choice > s:
                 for block in range(s, choice):
-                    evaluations += self._forward(block, t)
+                    evaluations += self._forward(self._chain.blocks[block].forward, t)
                 entering = int(self._costs.extra[s, choice])
                 work += [(s, choice - 1, memory), (choice, t, memory - entering)]
                 continue
             option = self._options[-1 - choice]
-            evaluations += option.forward if t == self._last else self._repeatable(option.forward)
+            evaluations += self._forward(option.forward, t)
             work.append(option)
             if s < t:
                 work.append((s + 1, t, memory - int(self._costs.saved[-1 - choice])))
         return remove_dead(self._arrays, np.array(evaluations, np.int64))
 
-    def _forward(self, block: int, t: int) -> tuple[int, ...]:
-        """The ops that run the block's forward as part of a run of blocks up to `t`."""
-        ops = tuple(self._chain.blocks[block].forward)
-        return ops if t == self._last else self._repeatable(ops)
-
-    def _repeatable(self, ops: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of the ops that may be recomputed."""
-        return tuple(op for op in ops if self._arrays.repeatable[op])
+    def _forward(self, ops: Iterable[int], t: int) -> list[int]:
+        """The ops of a forward as part of a run of blocks up to `t`: those that may be recomputed if it is not the
+        first."""
+        return [op for op in ops if t == self._last or self._arrays.repeatable[op]]
 
 
 def _in_slots(chain: Chain, choices: list[Choices], slot_bytes: int) -> ChainCosts:

@@ -147,15 +147,13 @@ class Portfolio:
         if search.best is not None:
             search.polish(search.best)
         search.repair(self._baselines[0], SAVE_ALL_POWERS[:1])
-        above = [plan for plan in known if plan.peak_bytes > search.cap_bytes]
-        if above:
-            search.repair(min(above, key=lambda plan: plan.peak_bytes), NEAREST_POWERS[:1])
+        for plan in _by_cap(known, search.cap_bytes)[1][:1]:
+            search.repair(plan, NEAREST_POWERS[:1])
 
     def _improve(self, search: Search, known: list[Candidate], bound: float) -> None:
         """Polish the fastest plans that fit, repair those with the smallest peaks above the cap, and search further."""
         cap_bytes = search.cap_bytes
-        fitting = sorted((p for p in known if p.peak_bytes <= cap_bytes), key=lambda plan: plan.added_seconds)
-        above = sorted((p for p in known if p.peak_bytes > cap_bytes), key=lambda plan: plan.peak_bytes)
+        fitting, above = _by_cap(known, cap_bytes)
         # The fastest are often solutions for other budgets, which a polish leaves unchanged; so cuts are polished too.
         cuts = [plan for plan in fitting if plan in self._hull_plans]
         for plan in dict.fromkeys([*fitting[:3], *cuts[:3]]):
@@ -184,8 +182,7 @@ class Portfolio:
         plans = [*self._users_plans(search.cap_bytes), *self._found_with_users]
         for plan in plans:
             search.offer(plan)
-        fitting = sorted((p for p in plans if p.peak_bytes <= search.cap_bytes), key=lambda plan: plan.added_seconds)
-        above = sorted((p for p in plans if p.peak_bytes > search.cap_bytes), key=lambda plan: plan.peak_bytes)
+        fitting, above = _by_cap(plans, search.cap_bytes)
         for plan in fitting[:3]:
             search.polish(plan)
         for plan in above[: 1 if quickly else 3]:
@@ -197,25 +194,6 @@ class Portfolio:
 
     def _nested_plan(self, evaluations: Ints) -> Candidate:
         return candidate(self._arrays, "nested chain", evaluations)
-
-    def _deepest_nested(self, known: list[Candidate]) -> Callable[[int], Candidate | None]:
-        """Add to `known` the nested plans with ever smaller peaks; returns a function from caps to nested plans.
-
-        A table for less memory can have more blocks, so each table's smallest peak is the cap of the next table.
-        """
-
-        def plan(cap_bytes: int) -> Candidate | None:
-            evaluations = None if table is None else table.plan(cap_bytes)
-            return None if evaluations is None else self._nested_plan(evaluations)
-
-        least = min(plan.peak_bytes for plan in known)
-        while (table := self._nested_chain.table(least)) is not None and table.smallest_cap_bytes is not None:
-            deepest = plan(table.smallest_cap_bytes)
-            if deepest is None or deepest.peak_bytes >= least:
-                break
-            known.append(deepest)
-            least = deepest.peak_bytes
-        return plan
 
     @cached_property
     def _smallest(self) -> Candidate:
@@ -232,14 +210,16 @@ class Portfolio:
         known = [*self._baselines, *self._hull_plans]
         if self._baselines[0].peak_bytes == low:  # saving everything takes no more than the floor
             return self._baselines[0]
-        nested = self._deepest_nested(known)
+        deeper, table = self._nested_chain.deepest(min(plan.peak_bytes for plan in known))
+        known += [self._nested_plan(evaluations) for evaluations in deeper]
         seeds = [*sorted(known, key=lambda plan: plan.peak_bytes)[:4], self._baselines[0]]
         best = seeds[0]
         spent = 0
         while best.peak_bytes > low * 1.003 + 1 and spent < _SPENT_ON_SMALLEST:
             cap_bytes = (low + best.peak_bytes) // 2
             search = Search(self._arrays, cap_bytes)
-            plan = nested(cap_bytes)
+            nested = None if table is None else table.plan(cap_bytes)
+            plan = None if nested is None else self._nested_plan(nested)
             if plan is None or plan.peak_bytes > cap_bytes:
                 plan = _first_fit(search, seeds)
             spent += search.spent
@@ -263,6 +243,12 @@ class Portfolio:
         simulation = simulate(self._problem, schedule)
         assert simulation.peak_bytes == plan.peak_bytes <= budget_bytes, "the simulated peak differs or is too high"
         return Solution(schedule, simulation.peak_bytes, simulation.added_seconds, bound, plan.method)
+
+
+def _by_cap(plans: list[Candidate], cap_bytes: int) -> tuple[list[Candidate], list[Candidate]]:
+    """The plans that fit the cap, the fastest first, and those above it, the smallest peak first."""
+    fitting = sorted((p for p in plans if p.peak_bytes <= cap_bytes), key=lambda plan: plan.added_seconds)
+    return fitting, sorted((p for p in plans if p.peak_bytes > cap_bytes), key=lambda plan: plan.peak_bytes)
 
 
 def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:

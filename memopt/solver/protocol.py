@@ -6,7 +6,7 @@ Here, too: the usual recipes of activation checkpointing, each with one schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isqrt
@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from memopt.solver.chain import crossing_bytes, last_forward_readers
 from memopt.solver.min_cut import just_in_time, needed_by_backward
 from memopt.solver.problem import RematProblem, Schedule
 
@@ -90,60 +91,54 @@ class Solver(Protocol):
         ...
 
 
-def checked_solvers(solvers: Sequence[Solver]) -> tuple[Solver, ...]:
-    """The solvers as a tuple. Raises `SolverError` if one does not follow the protocol."""
-    for solver in solvers:
-        if isinstance(solver, type):
-            raise SolverError(f"{solver.__name__} is a class, not a solver: give an instance, {solver.__name__}()")
-        if not isinstance(solver, Solver) or not callable(solver.candidates):
-            raise SolverError(f"{solver!r} is not a solver: it needs a `name` and `candidates(problem, budget_bytes)`")
-        if not isinstance(solver.name, str) or not solver.name or "," in solver.name:
-            raise SolverError(f"a solver's name is a non-empty string without commas, not {solver.name!r}")
-    return tuple(solvers)
-
-
-def proposed(solver: Solver, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-    """The schedules that a user's solver proposes, checked with `Schedule.check`; only the first `MOST_CANDIDATES`.
-
-    Raises `SolverError` with the solver's name if the solver raises or proposes anything but valid schedules."""
-    try:
-        candidates = list(islice(solver.candidates(problem, budget_bytes), MOST_CANDIDATES))
-    except Exception as error:
-        raise SolverError(f"solver {solver.name!r} raised {type(error).__name__}: {error}") from error
-    return [_checked(solver, problem, schedule) for schedule in candidates]
-
-
-def _checked(solver: Solver, problem: RematProblem, schedule: object) -> Schedule:
-    """The proposed schedule with plain integers. Raises `SolverError` if it is not a valid schedule of the problem."""
-    if not isinstance(schedule, Schedule):
-        kind = type(schedule).__name__
-        raise SolverError(f"solver {solver.name!r} proposed a value of type {kind}, not a memopt.solver.Schedule")
-    try:
-        plain = Schedule(tuple(map(int, schedule.evaluations)), tuple(schedule.offloads))
-        plain.check(problem)
-    except Exception as error:
-        raise SolverError(f"solver {solver.name!r} proposed an invalid schedule of the problem: {error}") from error
-    return plain
-
-
 class UserSolvers:
     """Calls a user's solvers on one problem. Raises `SolverError` if one does not follow the protocol."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver]) -> None:
-        self.solvers = checked_solvers(solvers)
+        for solver in solvers:
+            if isinstance(solver, type):
+                raise SolverError(f"{solver.__name__} is a class, not a solver: give an instance, {solver.__name__}()")
+            if not isinstance(solver, Solver) or not callable(solver.candidates):
+                raise SolverError(
+                    f"{solver!r} is not a solver: it needs a `name` and `candidates(problem, budget_bytes)`"
+                )
+            if not isinstance(solver.name, str) or not solver.name or "," in solver.name:
+                raise SolverError(f"a solver's name is a non-empty string without commas, not {solver.name!r}")
+        self.solvers = tuple(solvers)
         self._problem = problem
         self._last: tuple[int, list[tuple[str, Schedule]]] | None = None
 
     def at(self, budget_bytes: int) -> list[tuple[str, Schedule]]:
-        """All proposals at a budget, as pairs (solver's name, schedule), in the order of the solvers.
+        """All proposals at a budget, as pairs (solver's name, schedule), in the order of the solvers; only the first
+        `MOST_CANDIDATES` of each.
 
-        The last budget's proposals are cached. Raises `SolverError` if a solver raises or proposes anything but valid
-        schedules.
+        The last budget's proposals are cached. Raises `SolverError`, with the solver's name, if a solver raises or
+        proposes anything but valid schedules.
         """
         if self._last is None or self._last[0] != budget_bytes:
-            pairs = [(s.name, plan) for s in self.solvers for plan in proposed(s, self._problem, budget_bytes)]
+            pairs = [(solver.name, plan) for solver in self.solvers for plan in self._proposed(solver, budget_bytes)]
             self._last = (budget_bytes, pairs)
         return self._last[1]
+
+    def _proposed(self, solver: Solver, budget_bytes: int) -> Iterator[Schedule]:
+        try:
+            candidates = list(islice(solver.candidates(self._problem, budget_bytes), MOST_CANDIDATES))
+        except Exception as error:
+            raise SolverError(f"solver {solver.name!r} raised {type(error).__name__}: {error}") from error
+        for schedule in candidates:
+            if not isinstance(schedule, Schedule):
+                kind = type(schedule).__name__
+                raise SolverError(
+                    f"solver {solver.name!r} proposed a value of type {kind}, not a memopt.solver.Schedule"
+                )
+            try:
+                plain = Schedule(tuple(map(int, schedule.evaluations)), tuple(schedule.offloads))
+                plain.check(self._problem)
+            except Exception as error:
+                raise SolverError(
+                    f"solver {solver.name!r} proposed an invalid schedule of the problem: {error}"
+                ) from error
+            yield plain
 
 
 def recipes(problem: RematProblem) -> dict[str, Schedule]:
@@ -211,16 +206,12 @@ def _group_sizes(count: int) -> list[int]:
 
 def _segment_starts(problem: RematProblem) -> list[int]:
     """Ops at which segments of the forward begin: local minima of the crossing bytes in their lowest three tenths."""
-    count = problem.forward_ops
-    crossing = np.zeros(count + 1, np.int64)
-    last_reader = {storage: index for index, op in enumerate(problem.ops[:count]) for storage in op.reads}
-    for storage, reader in last_reader.items():
-        crossing[problem.producer[storage] + 1 : reader + 1] += problem.storages[storage].bytes
-    inner = crossing[1:count]
+    crossing = crossing_bytes(problem, last_forward_readers(problem))
+    inner = crossing[1:]
     if inner.size == 0:
         return [0]
-    falls = crossing[1:count] <= np.minimum(crossing[: count - 1], np.quantile(inner, 0.3))
-    next_crossing = np.append(crossing[2:count], crossing[count - 1])
+    falls = inner <= np.minimum(crossing[:-1], np.quantile(inner, 0.3))
+    next_crossing = np.append(crossing[2:], crossing[-1])
     lowest = np.flatnonzero(falls & (inner < next_crossing))
     if lowest.size < 2:  # a uniform chain has no strict minima: any of its ops may begin a segment
         lowest = np.flatnonzero(falls & (inner <= next_crossing))
