@@ -114,7 +114,7 @@ class LowerBound:
         self._live = simulate(problem, Schedule.save_all(problem)).live_bytes
         parts = np.array_split(np.arange(len(problem.ops)), _POSITIONS)
         self._stretches = [part for part in parts if part.size]
-        self._known: dict[int, Position] = {}
+        self._known: dict[int, _Position] = {}
 
     def added_seconds(self, budget_bytes: int, link: Link = NO_LINK) -> float:
         """A lower bound on the seconds that schedules within the budget add; without offloads, infinite below the
@@ -122,7 +122,7 @@ class LowerBound:
         highest = max((at.added_seconds(budget_bytes, link) for at in self._positions(link)), default=0.0)
         return max(highest, self._in_all(budget_bytes, link)) if link.bytes_per_second else highest
 
-    def _positions(self, link: Link) -> list[Position]:
+    def _positions(self, link: Link) -> list[_Position]:
         """For each part of the step, the position with the most live bytes that the link cannot have moved."""
         rate = link.bytes_per_second if math.isfinite(link.bytes_per_second) else 0.0
         begins = self._begins[:-1]
@@ -130,7 +130,7 @@ class LowerBound:
         indices = [int(stretch[np.argmax(crowded[stretch])]) for stretch in self._stretches]
         for index in indices:
             if index not in self._known:
-                self._known[index] = Position(self._problem, index, self._held)
+                self._known[index] = _Position(self._problem, index, self._held)
         return [self._known[index] for index in indices]
 
     def _in_all(self, budget_bytes: int, link: Link) -> float:
@@ -169,7 +169,7 @@ class _Line(NamedTuple):
         return self.seconds - self.price * held_bytes
 
 
-class Position:
+class _Position:
     """The bound from the first evaluation of op `index`, by the lower convex hull of bytes live and seconds recomputed
     (see `LowerBound`). The hull's vertices are computed only near the bytes that are asked for."""
 

@@ -2,14 +2,14 @@ import math
 
 import pytest
 
-from memopt.solver.lower_bound import HeldBytes, Position
+from memopt.solver.lower_bound import HeldBytes, _Position
 from memopt.solver.problem import Link
 from tests.solver.small import small_step
 
 
-def at_d() -> Position:
+def at_d() -> _Position:
     """The moment of d, which needs 108 bytes; a, of 4 bytes and 1 second, is held, recomputed or on the host then."""
-    return Position(small_step(), 3, HeldBytes(small_step()))
+    return _Position(small_step(), 3, HeldBytes(small_step()))
 
 
 @pytest.mark.parametrize(
