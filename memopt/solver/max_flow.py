@@ -227,10 +227,6 @@ class LabelProblem:
         assert (self.costs >= 0).all(), "a cost is negative; costs must be 0 or more"
         assert ((self.tolls >= 0) & np.isfinite(self.tolls)).all(), "a toll (second cost) is negative or not finite"
 
-    def paid(self, labels: Flags) -> Flags:
-        """Per pair: whether it is paid, given every node's label (True for 1)."""
-        return ~labels[self.zeros] & labels[self.ones]
-
     @cached_property
     def _network(self) -> FlowNetwork:
         return FlowNetwork(self.ones, self.zeros, self.nodes)
@@ -256,7 +252,7 @@ class _Labels:
 
 def labels_of(problem: LabelProblem, labels: Flags) -> _Labels:
     """The labels together with their cost and toll in the problem."""
-    paid = problem.paid(labels)
+    paid = ~labels[problem.zeros] & labels[problem.ones]
     return _Labels(labels, float(problem.costs[paid].sum()), float(problem.tolls[paid].sum()))
 
 

@@ -258,15 +258,11 @@ def just_in_time(problem: RematProblem, saved: Collection[int]) -> Schedule:
     """The forward in order, then each backward op, preceded by the recomputation of the storages that it misses.
 
     A recomputed storage is held until its last read, so every op runs at most twice. Storages that are live to the end
-    (`Storage.kept`) and those that cannot be recomputed count as saved. Raises `ValueError` for a storage that is not
-    in the problem."""
-    unknown = [storage for storage in saved if not 0 <= storage < len(problem.storages)]
-    if unknown:
-        raise ValueError(f"storages {unknown} to save are not among the problem's {len(problem.storages)} storages")
+    (`Storage.kept`) and those that cannot be recomputed count as saved."""
     first = problem.forward_ops
     present = set(saved)
-    for index, op in enumerate(problem.ops[:first]):
-        present.update(s for s in op.makes if problem.storages[s].kept or not problem.ops[index].recomputable)
+    for op in problem.ops[:first]:
+        present.update(s for s in op.makes if problem.storages[s].kept or not op.recomputable)
     evaluations = list(range(first))
     for index in range(first, len(problem.ops)):
         missing = _missing_ops(problem, index, present)

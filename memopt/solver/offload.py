@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import get_args
@@ -233,13 +234,11 @@ class OffloadPortfolio:
         seeds = [self._save_all, to_array(self._portfolio.smallest().schedule)]
         placers = [Placer(self._arrays, evaluations) for evaluations in seeds]
         nothing = np.zeros(len(self._problem.storages))
-        while low < high:
-            middle = (low + high) // 2
-            if any(placer.place(middle, nothing, link.host_bytes) is not None for placer in placers):
-                high = middle
-            else:
-                low = middle + 1
-        return high
+
+        def fits(cap_bytes: int) -> bool:
+            return any(placer.place(cap_bytes, nothing, link.host_bytes) is not None for placer in placers)
+
+        return low + bisect_left(range(low, high), True, key=fits)
 
     def _judged(self, plan: OffloadCandidate, budget_bytes: int, link: Link, bound: float) -> OffloadSolution:
         """The plan as a solution, simulated; the simulator must confirm that it fits."""

@@ -44,11 +44,6 @@ def test_a_long_chain_needs_no_python_stack() -> None:
     assert just_in_time(problem, ()).added_seconds(problem) == 2999.0
 
 
-def test_refuses_an_unknown_storage() -> None:
-    with pytest.raises(ValueError, match=r"\[99\]"):
-        just_in_time(chain(3), {1, 99})
-
-
 @given(st.integers(0, 10**6))
 def test_recomputes_what_the_cut_says_and_no_more(number: int) -> None:
     state = random.Random(number)
