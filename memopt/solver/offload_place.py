@@ -65,6 +65,7 @@ def book(queue: _Queue, start: float, seconds: float) -> None:
     queue.stretches[0] += 1
 
 
+_NO_LIMIT = 2**62
 # Transfers are planned to take longer by this share, so that rounding errors cause no stalls.
 _ROUNDING = 1e-9
 
@@ -120,16 +121,12 @@ class Placer:
         seconds = transfer_seconds[gaps.storage] * (1 + _ROUNDING)
         live = self._live.copy()
         planned = _GapOffloads(
-            np.zeros(count, np.bool_),
-            np.zeros(count, np.int64),
-            np.zeros(count, np.int64),
-            np.zeros(count),
-            np.zeros(count),
+            np.zeros(count, np.bool_), *np.zeros((2, count), np.int64), *np.zeros((2, count), np.float64)
         )
-        at_home = int(self._arrays.size[self._arrays.home].sum())
-        if host_bytes is not None and at_home > host_bytes:
+        room = np.full(live.size, _NO_LIMIT if host_bytes is None else host_bytes, np.int64)
+        room -= self._arrays.size[self._arrays.home].sum()
+        if room.min(initial=0) < 0:
             return None
-        room = np.full(live.size if host_bytes is not None else 0, (host_bytes or 0) - at_home, np.int64)
         order = np.argsort(gaps.start, kind="stable")
         queues = empty_queue(count), empty_queue(count)
         if not _choose(gaps, size, seconds, self._time, live, cap_bytes, room, order, *queues, planned):
@@ -195,8 +192,8 @@ def _choose(
     """Make the sweep and fill `stays`; returns False if some evaluation cannot be brought within the cap.
 
     Per gap, `size` is the bytes of its version and `seconds` those of one transfer. `time` is the second at which each
-    evaluation begins, `room` the free bytes of the host at each position (empty for no limit), `order` the gaps by
-    their start. `outward` and `back` are the queues of the copies out and back.
+    evaluation begins, `room` the free bytes of the host at each position, `order` the gaps by their start. `outward`
+    and `back` are the queues of the copies out and back.
     """
     _bring(gaps, size, seconds, time, live, back, stays)
     active = np.zeros(order.size, np.int64)
@@ -226,8 +223,10 @@ def _choose(
             if fetch <= position:
                 continue
             if not home:
-                if not _take_room(room, gaps.start[gap], gaps.stop[gap], size[gap]):
+                free = room[gaps.start[gap] : gaps.stop[gap]]
+                if free.min() < size[gap]:
                     continue
+                free -= size[gap]
                 book(outward, out_start, seconds[gap])
             book(back, back_start, seconds[gap])
             stays.chosen[gap] = True
@@ -282,20 +281,6 @@ def _latest_read(
             best = at
         at += 1
     return count, best
-
-
-@native_part
-def _take_room(room: Ints, start: int, stop: int, size_bytes: int) -> bool:
-    """Take room on the host from `start` up to, not including, `stop`; returns False, and takes none, if it is short.
-
-    An empty `room` stands for no limit.
-    """
-    if room.size == 0:
-        return True
-    if room[start:stop].min() < size_bytes:
-        return False
-    room[start:stop] -= size_bytes
-    return True
 
 
 @native
