@@ -59,6 +59,7 @@ class Portfolio:
         """A lower bound on the seconds that any schedule within a budget adds."""
         self._nested_chain = NestedChain(problem)
         self.users = UserSolvers(problem, solvers)
+        self._explored = _EXPLORED_SMALL if len(problem.ops) < _SMALL_OPS else _EXPLORED
         self._found: list[Candidate] = []
         self._found_with_users: list[Candidate] = []
 
@@ -137,10 +138,6 @@ class Portfolio:
 
     def _candidate(self, method: str, schedule: Schedule) -> Candidate:
         return candidate(self._arrays, method, to_array(schedule))
-
-    @property
-    def _explored(self) -> int:
-        return _EXPLORED_SMALL if len(self._problem.ops) < _SMALL_OPS else _EXPLORED
 
     def _improve_a_little(self, search: Search, known: list[Candidate]) -> None:
         """Polish the fastest plan that fits, and repair the plan with the smallest peak above the cap."""
