@@ -28,7 +28,6 @@ from benchmarks.stamp import stamp, write_result
 from examples.models.problems import chain, random_problem, unet
 from memopt.solver import Infeasible, Portfolio, RematProblem, Schedule, portfolio, simulate, warm_up
 from memopt.solver.chain_plans import NestedChain
-from memopt.solver.protocol import SAVE_EVERYTHING
 from memopt.solver.search import Search
 
 RESULT = Path(__file__).parent / "results" / "ablation.json"
@@ -49,10 +48,10 @@ SMALL: dict[str, Callable[[], RematProblem]] = {
 SOURCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "nothing": (),
     "minimum cut": ((Portfolio, "_hull_plans", []),),
-    "recipes": ((portfolio, "baseline_solvers", lambda problem: [SAVE_EVERYTHING]),),
+    "recipes": ((portfolio, "recipes", lambda problem: {"save all": Schedule.save_all(problem)}),),
     "nested chain": (
-        (NestedChain, "candidates", lambda self, problem, budget_bytes: []),
-        (NestedChain, "table", lambda self, problem, cap_bytes: None),
+        (NestedChain, "plans", lambda self, budget_bytes: []),
+        (NestedChain, "table", lambda self, cap_bytes: None),
     ),
     "repair": ((Search, "repaired", lambda self, seed, rule: None),),
     "polish": ((Search, "polish", lambda self, plan, method=None: None),),

@@ -21,7 +21,6 @@ from memopt.solver import (
     Op,
     Portfolio,
     RematProblem,
-    SaveAll,
     Schedule,
     Solution,
     Solver,
@@ -78,17 +77,20 @@ class Joined:
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
-    def portfolio(self) -> Portfolio | SaveAll:
-        """The solvers of schedules without offloads; `SaveAll` where recomputation is not allowed."""
-        return (Portfolio if self.recompute else SaveAll)(self.problem, self.solvers)
+    def portfolio(self) -> Portfolio:
+        """The solvers of schedules without offloads. Without recomputation, their problem has no recomputable op, and
+        the user's solvers are not asked."""
+        return Portfolio(self._solved_problem, self.solvers if self.recompute else ())
 
     @cached_property
     def offloads(self) -> OffloadPortfolio:
-        """The solvers of schedules with offloads. Without recomputation, their problem has no recomputable op."""
-        if isinstance(self.portfolio, Portfolio):
-            return OffloadPortfolio(self.problem, self.portfolio)
-        once = tuple(replace(op, recomputable=False) for op in self.problem.ops)
-        return OffloadPortfolio(replace(self.problem, ops=once))
+        """The solvers of schedules with offloads, of the same problem."""
+        return OffloadPortfolio(self._solved_problem, self.portfolio)
+
+    @property
+    def _solved_problem(self) -> RematProblem:
+        once = (replace(op, recomputable=False) for op in self.problem.ops)
+        return self.problem if self.recompute else replace(self.problem, ops=tuple(once))
 
     @cached_property
     def smallest(self) -> Solution:

@@ -13,8 +13,8 @@ from memopt.planning.frontier import Recipe
 from memopt.planning.joined import Joined, solve_stepping
 from memopt.planning.on_card import on_card, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
-from memopt.solver import Infeasible, Portfolio, Progress, Schedule, Solution
-from memopt.solver.offload_bound import transient_floor
+from memopt.solver import Infeasible, Progress, Schedule, Solution
+from memopt.solver.lower_bound import floor_of
 from memopt.units import size
 
 # Recomputation that adds less than this share of the step is no reason to try another lever or to offload.
@@ -54,7 +54,7 @@ class Request:
         if joined.steps:
             return False
         bare = replace(self, account=without_allocator(self.account))
-        return transient_floor(joined.problem)[0] > bare.graph_bytes or not bare.fits_optimizer_step(joined)
+        return floor_of(joined.problem, offloading=True)[0] > bare.graph_bytes or not bare.fits_optimizer_step(joined)
 
     def refusal(self, joined: Joined) -> BudgetError:
         """The error for a budget that no schedule fits, with the smallest budget that works. On a card, torch's
@@ -70,10 +70,10 @@ class Request:
 
 def least_added_seconds(joined: Joined, request: Request) -> float:
     """A lower bound on the seconds that any schedule without offloads adds within the budget; 0 where none is known."""
-    if joined.steps or not isinstance(joined.portfolio, Portfolio):
+    if joined.steps or not joined.recompute:
         return 0.0
     bare = replace(request, account=without_allocator(request.account))
-    return joined.portfolio.least_added_seconds(bare.graph_bytes)
+    return joined.portfolio.bound.added_seconds(bare.graph_bytes)
 
 
 def added_seconds_offloading(joined: Joined, request: Request) -> float | None:
@@ -214,7 +214,7 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
 def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The schedules without offloads that were found while other budgets were solved for and are within this one, the
     fastest first; none where the optimizer steps within the backward, and without torch's caching allocator."""
-    if request.account.caching and isinstance(joined.portfolio, Portfolio) and not joined.steps:
+    if request.account.caching and joined.recompute and not joined.steps:
         yield from ((joined, known) for known in joined.portfolio.known_within(request.graph_bytes))
 
 

@@ -157,6 +157,7 @@ def _reasons(captured: TracedStep) -> list[_Reasons | None]:
                 if node.name in why:
                     place = module_path(node), source_line(node) or None
                     reasons[place].append((operator_name(node), why[node.name]))
+        found.append(reasons)
     return found
 
 

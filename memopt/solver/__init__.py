@@ -7,7 +7,7 @@ from memopt.solver.lower_bound import floor_bytes
 from memopt.solver.offload import OffloadPortfolio, OffloadSolution
 from memopt.solver.portfolio import Portfolio, warm_up
 from memopt.solver.problem import Link, Offload, Op, RematProblem, Schedule, Storage
-from memopt.solver.protocol import Baseline, Effort, Infeasible, SaveAll, Solution, Solver, SolverError
+from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, SolverError
 from memopt.solver.search import Progress
 from memopt.solver.simulator import Simulation, simulate
 
@@ -23,7 +23,6 @@ __all__ = [
     "Portfolio",
     "Progress",
     "RematProblem",
-    "SaveAll",
     "Schedule",
     "Simulation",
     "Solution",

@@ -9,7 +9,6 @@ import numpy as np
 
 from memopt.solver.arrays import Arrays, Ints, arrays_of, live_bytes, peak_bytes, to_array
 from memopt.solver.chain import Chain
-from memopt.solver.lower_bound import movable_storages
 from memopt.solver.min_cut import CutNetwork, just_in_time, lower_hull
 from memopt.solver.polish import polish
 from memopt.solver.problem import Op, RematProblem, Schedule, Storage
@@ -61,38 +60,28 @@ class Choices:
 
 def choices_of(problem: RematProblem, chain: Chain) -> list[Choices]:
     """The options of every block of the chain; blocks with equal bytes and seconds are solved once."""
-    movable = movable_storages(problem)
-    known: dict[_Local, list[Option]] = {}
+    known: dict[tuple[RematProblem, tuple[int, ...]], tuple[list[Option], Option]] = {}
     choices = []
     for number in range(len(chain.blocks)):
-        local, ops, base_bytes = _local_problem(problem, chain, movable, number)
-        if local not in known:
-            known[local] = _options(local, few=len(known) > 24)
-        options = tuple(_renamed(option, ops) for option in known[local])
-        leaves = _Measure(local).option(tuple(range(local.forward_ops)))
-        choices.append(Choices(options, leaves.forward_bytes, leaves.again_seconds, base_bytes))
+        local, held, ops, base_bytes = _local_problem(problem, chain, number)
+        if (local, held) not in known:
+            measure = _Measure(local, held)
+            leaves = measure.option(tuple(range(local.forward_ops)))
+            known[local, held] = _options(measure, few=len(known) > 24), leaves
+        options, leaves = known[local, held]
+        renamed = tuple(_renamed(option, ops) for option in options)
+        choices.append(Choices(renamed, leaves.forward_bytes, leaves.again_seconds, base_bytes))
     return choices
 
 
-@dataclass(frozen=True)
-class _Local:
-    """A block as a problem of its own, with ops and storages numbered from 0: equal for blocks with equal numbers."""
-
-    ops: tuple[Op, ...]
-    sizes: tuple[int, ...]
-    """Per storage: its bytes."""
-    forward_ops: int
-    """The number of forward ops. The last one stands for the rest of the step: it reads the block's outputs."""
-    held: tuple[int, ...]
-    """Per backward op: bytes held in any case at it, above the block's base bytes."""
-
-
 def _local_problem(
-    problem: RematProblem, chain: Chain, movable: list[bool], number: int
-) -> tuple[_Local, list[int], int]:
-    """Block `number` as a problem of its own; for each op of that problem the index of the step's op, -1 for the op
-    that stands for the rest of the step; and the block's base bytes (`Choices.base_bytes`)."""
-    block = chain.blocks[number]
+    problem: RematProblem, chain: Chain, number: int
+) -> tuple[RematProblem, tuple[int, ...], list[int], int]:
+    """Block `number` as a problem of its own, equal for blocks with equal numbers. The last forward op stands for the
+    rest of the step: it reads the block's outputs. Also, per backward op, the bytes held in any case at it, above the
+    block's base bytes; for each op the index of the step's op, -1 for the one that stands for the rest of the step; and
+    the block's base bytes (`Choices.base_bytes`)."""
+    block, movable = chain.blocks[number], chain.held.movable
     local: dict[int, int] = {}
     ops: list[Op] = []
     for index in block.forward:
@@ -102,36 +91,36 @@ def _local_problem(
         makes = tuple(local.setdefault(s, len(local)) for s in op.makes if movable[s])
         ops.append(Op("", op.seconds, reads, makes, op.workspace_bytes + fixed, op.recomputable))
     ops.append(Op("", 0.0, tuple(sorted(local[s] for s in chain.leaving[number])), (), 0, False))
-    base = min((int(chain.held_bytes[index]) for index in block.backward), default=0)
+    base = min((int(chain.held.bytes[index]) for index in block.backward), default=0)
     for index in block.backward:
         reads = tuple(sorted({local[s] for s in problem.ops[index].reads if s in local}))
-        ops.append(Op("", 0.0, reads, (), int(chain.own_bytes[index]) - base, False))
-    sizes = tuple(problem.storages[s].bytes for s in local)
-    held = tuple(int(chain.held_bytes[index]) - base for index in block.backward)
-    return _Local(tuple(ops), sizes, len(block.forward) + 1, held), [*block.forward, -1, *block.backward], base
+        ops.append(Op("", 0.0, reads, (), int(chain.held.own_bytes[index]) - base, False))
+    storages = tuple(Storage("", problem.storages[s].bytes) for s in local)
+    held = tuple(int(chain.held.bytes[index]) - base for index in block.backward)
+    whole = RematProblem(tuple(ops), storages, len(block.forward) + 1)
+    return whole, held, [*block.forward, -1, *block.backward], base
 
 
 class _Measure:
-    """Measures the bytes and seconds of schedules of one block."""
+    """Measures the bytes and seconds of schedules of one block, given as `_local_problem` returns it."""
 
-    def __init__(self, local: _Local) -> None:
-        storages = tuple(Storage("", size) for size in local.sizes)
-        self.problem = RematProblem(local.ops, storages, local.forward_ops)
-        self.arrays: Arrays = arrays_of(self.problem)
-        self._local = local
+    def __init__(self, problem: RematProblem, held: tuple[int, ...]) -> None:
+        self.problem = problem
+        self.arrays: Arrays = arrays_of(problem)
+        self._held = np.array([*held, 0], np.int64)
 
     def option(self, forward: tuple[int, ...], backward: Ints | None = None) -> Option:
         """The option with this forward and backward, given as op indices of the block's own problem.
 
         Without a backward, only the block's outputs are held after the forward.
         """
-        local, first = self._local, self._local.forward_ops
+        first = self.problem.forward_ops
         after = np.zeros(0, np.int64) if backward is None else backward
         whole = np.concatenate((np.array(forward, np.int64), after))
         live = live_bytes(self.arrays, whole)
         saved = self._read_before_made(after.tolist())
         following = np.searchsorted(np.flatnonzero(after >= first), np.arange(after.size))
-        held = np.append(np.array(local.held, np.int64), 0)[following] * (after < first)
+        held = self._held[following] * (after < first)
         again = self._ancestors({*saved, *self.problem.ops[first - 1].reads})
         alone = self._ancestors(saved)
         alone_evaluations = np.array([op for op in forward if op in alone], np.int64)
@@ -169,9 +158,8 @@ class _Measure:
         return ops
 
 
-def _options(local: _Local, few: bool) -> list[Option]:
+def _options(measure: _Measure, few: bool) -> list[Option]:
     """The options of one block, from cuts and repairs of it; fewer of both are tried if `few`."""
-    measure = _Measure(local)
     problem, arrays = measure.problem, measure.arrays
     cuts = lower_hull(CutNetwork(problem), _CUTS // 2 if few else _CUTS)
     plans = [to_array(just_in_time(problem, cut.saved)) for cut in cuts]
@@ -186,7 +174,7 @@ def _options(local: _Local, few: bool) -> list[Option]:
                 plans.append(repaired)
     options = []
     for plan in plans:
-        cut = 1 + int(np.flatnonzero(plan == local.forward_ops - 1)[0])
+        cut = 1 + int(np.flatnonzero(plan == problem.forward_ops - 1)[0])
         options.append(measure.option(tuple(plan[:cut].tolist()), plan[cut:]))
     return _best(options)
 

@@ -41,10 +41,7 @@ class Chain:
     """[s, c]: bytes that enter block c and do not enter block s, if s < c; otherwise 0."""
     leaving: tuple[tuple[int, ...], ...]
     """Per block: the storages it makes that a later block reads."""
-    held_bytes: Ints
-    """Per op: bytes that every schedule holds at its first evaluation, besides the storages that it reads and makes."""
-    own_bytes: Ints
-    """Per op: `held_bytes` plus its workspace and the storages it makes that are not movable."""
+    held: HeldBytes
 
 
 def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
@@ -53,10 +50,10 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
     A backward op goes to the block whose forward ops read the storages that it reads, not to the block that made them:
     the gradient of a block's first op reads an input of that block, which the previous block made.
     """
-    fixed = HeldBytes(problem)
-    movable = fixed.movable.tolist()
-    last_reader = _last_forward_readers(problem)
-    starts = _starts(_crossing_bytes(problem, movable, last_reader), most_blocks)
+    held = HeldBytes(problem)
+    movable = held.movable.tolist()
+    last_reader = last_forward_readers(problem)
+    starts = _starts(crossing_bytes(problem, np.where(movable, last_reader, -1).tolist()), most_blocks)
     stops = [*starts[1:], problem.forward_ops]
     block_of = np.repeat(np.arange(len(starts)), np.subtract(stops, starts))
     made = [int(block_of[op]) if op < problem.forward_ops else -1 for op in problem.producer]
@@ -72,12 +69,11 @@ def chain_of(problem: RematProblem, most_blocks: int) -> Chain:
         ),
         extra_bytes=_extra_bytes(problem, leaving, consumed),
         leaving=tuple(tuple(storages) for storages in leaving),
-        held_bytes=fixed.bytes,
-        own_bytes=fixed.own_bytes,
+        held=held,
     )
 
 
-def _last_forward_readers(problem: RematProblem) -> list[int]:
+def last_forward_readers(problem: RematProblem) -> list[int]:
     """Per storage: the last forward op that reads it, or -1."""
     last = [-1] * len(problem.storages)
     for index, op in enumerate(problem.ops[: problem.forward_ops]):
@@ -86,11 +82,12 @@ def _last_forward_readers(problem: RematProblem) -> list[int]:
     return last
 
 
-def _crossing_bytes(problem: RematProblem, movable: list[bool], last_reader: list[int]) -> Ints:
-    """Per forward op: bytes of the storages made before it that it or a later forward op reads."""
+def crossing_bytes(problem: RematProblem, last_reader: list[int]) -> Ints:
+    """Per forward op: bytes of the storages made before it that it or a later forward op reads. `last_reader` has for
+    each storage the last forward op that reads it, or -1 for a storage that does not count."""
     change = np.zeros(problem.forward_ops + 1, np.int64)
     for storage, reader in enumerate(last_reader):
-        if movable[storage] and reader >= 0:
+        if reader >= 0:
             change[problem.producer[storage] + 1] += problem.storages[storage].bytes
             change[reader + 1] -= problem.storages[storage].bytes
     return np.cumsum(change[:-1])

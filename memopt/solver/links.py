@@ -66,8 +66,8 @@ def link(arrays: Arrays, evaluations: Ints) -> Links:
     """Make the `Links` of a schedule: the linked lists of all reads of each version, and of all evaluations of each op.
     `evaluations` is the schedule, as an array of op indices."""
     count = evaluations.size
-    version_start = _starts(np.diff(arrays.make_start)[evaluations])
-    read_start = _starts(np.diff(arrays.read_start)[evaluations])
+    version_start = np.append(0, np.cumsum(np.diff(arrays.make_start)[evaluations]))
+    read_start = np.append(0, np.cumsum(np.diff(arrays.read_start)[evaluations]))
     versions, reads = int(version_start[-1]), int(read_start[-1])
     links = Links(
         seconds=arrays.seconds[evaluations],
@@ -92,11 +92,6 @@ def link(arrays: Arrays, evaluations: Ints) -> Links:
     )
     _fill(arrays, evaluations, np.full(arrays.seconds.size, NONE, np.int64), links)
     return links
-
-
-def _starts(lengths: Ints) -> Ints:
-    """The start of each of several packed lists with these lengths, and the total length."""
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
 
 
 @native

@@ -17,6 +17,7 @@ energy functions can be minimized via graph cuts?", 2004): the network has an ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -102,13 +103,12 @@ def _push_to(goal: int, origin: int, arcs: _Arcs, flow: _Flow) -> int:
         excess[arcs.heads[arc]] += residual[arc]
         residual[arcs.partner[arc]] += residual[arc]
         residual[arc] = 0
-    _measure_heights(goal, origin, arcs, flow)
-    count = _enqueue_active(goal, origin, arcs, flow)
-    while count > 0:
-        _discharge(goal, count, arcs, flow)
+    while True:
         _measure_heights(goal, origin, arcs, flow)
         count = _enqueue_active(goal, origin, arcs, flow)
-    return excess[goal]
+        if count == 0:
+            return excess[goal]
+        _discharge(goal, count, arcs, flow)
 
 
 @native_part
@@ -227,9 +227,17 @@ class LabelProblem:
         assert (self.costs >= 0).all(), "a cost is negative; costs must be 0 or more"
         assert ((self.tolls >= 0) & np.isfinite(self.tolls)).all(), "a toll (second cost) is negative or not finite"
 
-    def paid(self, labels: Flags) -> Flags:
-        """Per pair: whether it is paid, given every node's label (True for 1)."""
-        return ~labels[self.zeros] & labels[self.ones]
+    @cached_property
+    def _network(self) -> FlowNetwork:
+        return FlowNetwork(self.ones, self.zeros, self.nodes)
+
+    def cut(self, price: float) -> _Labels:
+        """The labels of least `cost + price · toll`, found by a minimum cut; ties go to label 0. Raises `ValueError` if
+        every labelling is forbidden."""
+        labels, bound = self._network.cut(self.costs + price * self.tolls, ONE, ZERO)
+        if np.isinf(bound):
+            raise ValueError("forced labels contradict each other: every choice of labels pays an infinite cost")
+        return labels_of(self, labels)
 
 
 @dataclass(frozen=True)
@@ -242,25 +250,9 @@ class _Labels:
     toll: float
 
 
-class _LabelNetwork:
-    """The flow network of a problem, built once and cut at many prices of the toll. Ties go to label 0."""
-
-    def __init__(self, problem: LabelProblem) -> None:
-        self.problem = problem
-        self._flow = FlowNetwork(problem.ones, problem.zeros, problem.nodes)
-
-    def cut(self, price: float) -> _Labels:
-        """The labels of least `cost + price · toll`. Raises `ValueError` if every labelling is forbidden."""
-        problem = self.problem
-        labels, bound = self._flow.cut(problem.costs + price * problem.tolls, ONE, ZERO)
-        if np.isinf(bound):
-            raise ValueError("forced labels contradict each other: every choice of labels pays an infinite cost")
-        return labels_of(problem, labels)
-
-
 def labels_of(problem: LabelProblem, labels: Flags) -> _Labels:
     """The labels together with their cost and toll in the problem."""
-    paid = problem.paid(labels)
+    paid = ~labels[problem.zeros] & labels[problem.ones]
     return _Labels(labels, float(problem.costs[paid].sum()), float(problem.tolls[paid].sum()))
 
 
@@ -272,17 +264,16 @@ def cheapest_within(problem: LabelProblem, most_toll: float) -> _Labels:
     of the hull that crosses the limit. Raises `ValueError` if every labelling is forbidden.
     """
     assert most_toll >= 0, f"most_toll, a limit on the sum of tolls (second costs), must be 0 or more, not {most_toll}"
-    network = _LabelNetwork(problem)
-    cheap = network.cut(0.0)
+    cheap = problem.cut(0.0)
     if cheap.toll <= most_toll:
         return cheap
     finite = problem.costs[np.isfinite(problem.costs)]
-    frugal = network.cut(_DEAR * max(float(finite.sum()), 1.0) / float(problem.tolls.sum()))
+    frugal = problem.cut(_DEAR * max(float(finite.sum()), 1.0) / float(problem.tolls.sum()))
     while frugal.toll < most_toll:
         price = (frugal.cost - cheap.cost) / (cheap.toll - frugal.toll)
         if price <= 0:
             break
-        middle = network.cut(price)
+        middle = problem.cut(price)
         line = cheap.cost + price * cheap.toll
         if not frugal.toll < middle.toll < cheap.toll or middle.cost + price * middle.toll >= line * (1 - _TOLERANCE):
             break

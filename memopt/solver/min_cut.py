@@ -8,26 +8,33 @@ source → s        ∞          s is needed     s → producer(s)   λ·bytes  
 recomputing o needs its inputs     o → sink          seconds    cut: recompute o
 
 With a link to the host, the second kind of edge costs the smaller of λ·bytes and the price in seconds of the storage's
-transfers: if it is cut, the storage is saved on the device or on the host, whichever is cheaper.
+transfers: if it is cut, the storage is saved on the device or on the host, whichever is cheaper. This price is the
+seconds by which the two transfers exceed the time between its last use in the forward and its first read in the
+backward, plus μ times the seconds of one transfer, where μ in [0, 1] is the shadow price of a second of the link. At
+μ = 0 transfers that hide are free; at μ = 1 the link's time costs as much as compute. A cut uses the least μ at which
+the link has time for the offloaded storages (Lagrangian relaxation of its capacity). POFO (Beaumont et al., 2021)
+weighs the three choices together as well, by dynamic programming over chains.
 
 After Jain et al., "Checkmate" (2020), and the minimum cut of PyTorch's partitioner (He and Yu, 2022), which prices
 nodes; here storages are priced, and a chain of recomputed ops costs the seconds of all of them. Exact at each λ.
 
-The lower hull of saved bytes and recomputed seconds holds the cuts that are cheapest at some price. `MinimumCut`
-proposes the just-in-time schedule of each: before each backward op it recomputes what the op misses.
+The lower hull of saved bytes and recomputed seconds holds the cuts that are cheapest at some price. The just-in-time
+schedule of each recomputes before each backward op what the op misses.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from memopt.solver.arrays import Flags, Floats
+from memopt.solver.arrays import Floats
 from memopt.solver.max_flow import FlowNetwork
-from memopt.solver.problem import RematProblem, Schedule
+from memopt.solver.problem import Link, RematProblem, Schedule
 
 _SOURCE, _SINK = 0, 1
 _NONE = -1
@@ -45,6 +52,8 @@ class Cut:
     """Seconds of the ops to recompute, each once."""
     offloaded: frozenset[int] = frozenset()
     """The part of `saved` that is offloaded; its bytes are not in `saved_bytes`."""
+    bound: float = field(default=0.0, compare=False)
+    """A lower bound on `seconds + price · bytes (+ offload seconds)` over all cuts, at the price of this one."""
 
 
 def needed_by_backward(problem: RematProblem) -> frozenset[int]:
@@ -54,38 +63,26 @@ def needed_by_backward(problem: RematProblem) -> frozenset[int]:
     return frozenset(storage for storage in read if problem.producer[storage] < first)
 
 
-def kept_by_forward(problem: RematProblem) -> frozenset[int]:
-    """The forward's storages that are live to the end of the step in any case (`Storage.kept`), such as outputs."""
-    makes = {storage for op in problem.ops[: problem.forward_ops] for storage in op.makes}
-    return frozenset(storage for storage in makes if problem.storages[storage].kept)
-
-
 class CutNetwork:
     """A flow network, each cut of which says which forward storages are saved, and which are recomputed from these so
     that the backward has all that are `needed`. Built once, and cut at many prices, in seconds, of a saved byte.
 
     `held` storages are live in any case and cost nothing to save. By default, `needed` are the forward storages that
-    the backward reads, and `held` those of `kept_by_forward`."""
+    the backward reads, and `held` those that stay to the end of the step (`Storage.kept`), such as outputs."""
 
-    def __init__(
-        self, problem: RematProblem, needed: Iterable[int] | None = None, held: Collection[int] | None = None
-    ) -> None:
+    def __init__(self, problem: RematProblem, needed: Set[int] | None = None, held: Set[int] | None = None) -> None:
         self._problem = problem
         needed = needed_by_backward(problem) if needed is None else needed
-        held = kept_by_forward(problem) if held is None else held
+        if held is None:
+            held = {number for number, storage in enumerate(problem.storages) if storage.kept}
         self._storage_node: dict[int, int] = {}
         self._op_node: dict[int, int] = {}
-        self._tails: list[int] = []
-        self._heads: list[int] = []
-        self._storages: list[int] = []
-        self._bytes: list[int] = []
-        self._seconds: list[float] = []
-        self._build([storage for storage in needed if storage not in held], held)
-        self._arc_storages = np.array(self._storages, np.int64)
-        self._arc_bytes = np.array(self._bytes, np.float64)
-        self._arc_seconds = np.array(self._seconds, np.float64)
-        nodes = 2 + len(self._storage_node) + len(self._op_node)
-        self._flow = FlowNetwork(np.array(self._tails, np.int64), np.array(self._heads, np.int64), nodes)
+        columns = list(zip(*self._arcs(set(needed) - held, held), strict=True)) or [()] * 4
+        tails, heads, self._arc_storages = (np.array(column, np.int64) for column in columns[:3])
+        self._arc_seconds = np.array(columns[3], np.float64)
+        sizes = np.array([*(storage.bytes for storage in problem.storages), 0], np.float64)  # the last is `_NONE`'s
+        self._arc_bytes = sizes[self._arc_storages]
+        self._flow = FlowNetwork(tails, heads, 2 + len(self._storage_node) + len(self._op_node))
 
     @property
     def total_bytes(self) -> int:
@@ -103,77 +100,52 @@ class CutNetwork:
         `offload_seconds` is the price in seconds of offloading each storage of the problem, infinite for a storage that
         cannot be offloaded. With None, no storage can.
         """
-        return self.cut_and_bound(price, offload_seconds)[0]
-
-    def cut_and_bound(self, price: float, offload_seconds: Floats | None = None) -> tuple[Cut, float]:
-        """The cheapest cut, and a lower bound on `seconds + price · bytes (+ offload seconds)` over all cuts.
-
-        Capacities are rounded down, so the flow's value is a true lower bound.
-        """
-        if not self._tails:
-            return Cut(frozenset(), 0, 0.0), 0.0
+        if not self._arc_storages.size:
+            return Cut(frozenset(), 0, 0.0)
         save_costs = price * self._arc_bytes
         if offload_seconds is not None:
             is_storage = self._arc_storages >= 0
             save_costs[is_storage] = np.minimum(save_costs, offload_seconds[self._arc_storages])[is_storage]
         side, bound = self._flow.cut(self._arc_seconds + save_costs, _SOURCE, _SINK)
-        return self._read_cut(side, price, offload_seconds), bound
-
-    def _read_cut(self, side: Flags, price: float, offload_seconds: Floats | None) -> Cut:
-        """The cut with the nodes of `side` on the source's side, for the given prices."""
         problem = self._problem
-        recomputed = [op for op, node in self._op_node.items() if side[node]]
-        again = set(recomputed)
-        saved = frozenset(
-            storage
-            for storage, node in self._storage_node.items()
-            if side[node] and problem.producer[storage] not in again
-        )
+        again = {op for op, node in self._op_node.items() if side[node]}
+        on_source_side = (storage for storage, node in self._storage_node.items() if side[node])
+        saved = frozenset(storage for storage in on_source_side if problem.producer[storage] not in again)
         offloaded: frozenset[int] = frozenset()
         if offload_seconds is not None:
             offloaded = frozenset(s for s in saved if offload_seconds[s] < price * problem.storages[s].bytes)
         saved_bytes = sum(problem.storages[storage].bytes for storage in saved - offloaded)
-        return Cut(saved, saved_bytes, sum(problem.ops[op].seconds for op in sorted(recomputed)), offloaded)
+        return Cut(saved, saved_bytes, sum(problem.ops[op].seconds for op in sorted(again)), offloaded, bound)
 
-    def _build(self, needed: list[int], held: Collection[int]) -> None:
-        """Add the arcs of the needed storages and of all ops and storages from which they can be recomputed."""
-        problem = self._problem
+    def _arcs(self, needed: Set[int], held: Set[int]) -> Iterator[tuple[int, int, int, float]]:
+        """The arcs of the needed storages and of all ops and storages from which they can be recomputed: tail, head,
+        the storage whose bytes the arc costs, times the price of the cut, and the seconds that it costs at any price.
+        """
+        problem, storage_node, op_node = self._problem, self._storage_node, self._op_node
         pending = sorted(needed)
         for storage in pending:
-            self._arc(_SOURCE, self._node(self._storage_node, storage), seconds=float("inf"))
-        seen = set(pending)
+            yield _SOURCE, self._node(storage_node, storage), _NONE, math.inf
         while pending:
             storage = pending.pop()
             op = problem.producer[storage]
             if not problem.ops[op].recomputable:
-                self._arc(self._storage_node[storage], _SINK, storage)
+                yield storage_node[storage], _SINK, storage, 0.0
                 continue
-            is_new = op not in self._op_node
-            self._arc(self._storage_node[storage], self._node(self._op_node, op), storage)
+            is_new = op not in op_node
+            yield storage_node[storage], self._node(op_node, op), storage, 0.0
             if not is_new:
                 continue
-            self._arc(self._op_node[op], _SINK, seconds=problem.ops[op].seconds)
-            for read in sorted(set(problem.ops[op].reads)):
-                if read in held:
-                    continue
-                self._arc(self._op_node[op], self._node(self._storage_node, read), seconds=float("inf"))
-                if read not in seen:
-                    seen.add(read)
+            yield op_node[op], _SINK, _NONE, problem.ops[op].seconds
+            for read in sorted(set(problem.ops[op].reads) - held):
+                if read not in storage_node:
                     pending.append(read)
+                yield op_node[op], self._node(storage_node, read), _NONE, math.inf
 
     def _node(self, nodes: dict[int, int], key: int) -> int:
         """The network node of a storage or an op, added to `nodes` if it is new."""
         if key not in nodes:
             nodes[key] = 2 + len(self._storage_node) + len(self._op_node)
         return nodes[key]
-
-    def _arc(self, tail: int, head: int, storage: int = _NONE, seconds: float = 0.0) -> None:
-        """Add an arc that costs the bytes of `storage` times the price of the cut, or `seconds` at any price."""
-        self._tails.append(tail)
-        self._heads.append(head)
-        self._storages.append(storage)
-        self._bytes.append(0 if storage == _NONE else self._problem.storages[storage].bytes)
-        self._seconds.append(seconds)
 
 
 # A new point counts only if it lies below the line through its neighbours by this share; less is rounding.
@@ -212,12 +184,17 @@ def end_points(network: CutNetwork) -> tuple[Cut, Cut]:
     return network.cut(balanced * 1e7), network.cut(balanced * 1e-7)
 
 
+def slope(left: Cut, right: Cut) -> float:
+    """The price of a saved byte, in seconds, at which the two cuts cost the same."""
+    return (left.recompute_seconds - right.recompute_seconds) / (right.saved_bytes - left.saved_bytes)
+
+
 def between(network: CutNetwork, left: Cut, right: Cut) -> Cut | None:
     """A vertex of the lower hull between the cuts `left` and `right`, below the line through them; None if there is
     none."""
     if right.saved_bytes <= left.saved_bytes or left.recompute_seconds <= right.recompute_seconds:
         return None
-    price = (left.recompute_seconds - right.recompute_seconds) / (right.saved_bytes - left.saved_bytes)
+    price = slope(left, right)
     middle = network.cut(price)
     line = left.recompute_seconds + price * left.saved_bytes
     here = middle.recompute_seconds + price * middle.saved_bytes
@@ -231,32 +208,61 @@ def _gap(left: Cut, right: Cut) -> tuple[float, int, Cut, Cut]:
     return (-height * (right.saved_bytes - left.saved_bytes), left.saved_bytes, left, right)
 
 
-class MinimumCut:
-    """Proposes, for each cut of `lower_hull`, the schedule that saves its storages (`just_in_time`).
+# The number of prices of a byte that are tried, and steps of the bisection for μ at each.
+_PRICES, _PRICE_BISECTIONS = 5, 6
 
-    The schedules are the same at every budget; the portfolio takes those that fit, and repairs those with the next
-    higher peaks.
-    """
 
-    name = "minimum cut"
+def offload_cuts(problem: RematProblem, network: CutNetwork, hull: Sequence[Cut], link: Link) -> tuple[Cut, ...]:
+    """The cheapest cuts, with offloads, at several prices, in seconds, of a saved byte: these are slopes of `hull`, the
+    lower hull of the problem's `network`. The link's time has a price, too: for each cut the least, from 0 to that of
+    compute, at which its transfers take no longer than the forward, nor than the backward, in either direction."""
+    slopes = [slope(left, right) for left, right in itertools.pairwise(hull)]
+    prices = [slopes[int(place)] for place in np.linspace(0, len(slopes) - 1, min(_PRICES, len(slopes)))]
+    seconds = np.array([link.transfer_seconds(storage.bytes) for storage in problem.storages])
+    unhidden = np.maximum(0.0, 2 * seconds - _idle_seconds(problem))
+    forward = sum(op.seconds for op in problem.ops[: problem.forward_ops])
+    capacity_seconds = min(forward, problem.seconds - forward)  # out in the one, back in the other
 
-    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-        return [just_in_time(problem, cut.saved) for cut in lower_hull(CutNetwork(problem))]
+    def fits(cut: Cut) -> bool:
+        return float(seconds[sorted(cut.offloaded)].sum()) <= capacity_seconds
+
+    cuts = {}
+    for price in prices:
+        cut = network.cut(price, unhidden)
+        if not fits(cut):
+            low, high = 0.0, 1.0
+            cut = network.cut(price, unhidden + seconds)
+            for _ in range(_PRICE_BISECTIONS):
+                middle = (low + high) / 2
+                here = network.cut(price, unhidden + middle * seconds)
+                if fits(here):
+                    high, cut = middle, here
+                else:
+                    low = middle
+        cuts[cut.saved] = cut
+    return tuple(cuts.values())
+
+
+def _idle_seconds(problem: RematProblem) -> Floats:
+    """Per storage: seconds of the plain step from its last use in the forward to its first read in the backward."""
+    begins = np.concatenate([[0.0], np.cumsum([op.seconds for op in problem.ops])])
+    last_used, first_read = np.zeros(len(problem.storages)), np.zeros(len(problem.storages))
+    for index, op in enumerate(problem.ops[: problem.forward_ops]):
+        last_used[[*op.reads, *op.makes]] = begins[index + 1]
+    for index in reversed(range(problem.forward_ops, len(problem.ops))):
+        first_read[list(problem.ops[index].reads)] = begins[index]
+    return np.maximum(0.0, first_read - last_used)
 
 
 def just_in_time(problem: RematProblem, saved: Collection[int]) -> Schedule:
     """The forward in order, then each backward op, preceded by the recomputation of the storages that it misses.
 
     A recomputed storage is held until its last read, so every op runs at most twice. Storages that are live to the end
-    (`Storage.kept`) and those that cannot be recomputed count as saved. Raises `ValueError` for a storage that is not
-    in the problem."""
-    unknown = [storage for storage in saved if not 0 <= storage < len(problem.storages)]
-    if unknown:
-        raise ValueError(f"storages {unknown} to save are not among the problem's {len(problem.storages)} storages")
+    (`Storage.kept`) and those that cannot be recomputed count as saved."""
     first = problem.forward_ops
     present = set(saved)
-    for index, op in enumerate(problem.ops[:first]):
-        present.update(s for s in op.makes if problem.storages[s].kept or not problem.ops[index].recomputable)
+    for op in problem.ops[:first]:
+        present.update(s for s in op.makes if problem.storages[s].kept or not op.recomputable)
     evaluations = list(range(first))
     for index in range(first, len(problem.ops)):
         missing = _missing_ops(problem, index, present)

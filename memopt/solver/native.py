@@ -30,7 +30,7 @@ KERNEL_MODULES = (
 
 def kernel_sources() -> list[Path]:
     """The source files of `KERNEL_MODULES`: those with the inner loops that are compiled."""
-    return [Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py") for module in KERNEL_MODULES]
+    return [Path(__file__).with_name(f"{module}.py") for module in KERNEL_MODULES]
 
 
 def fingerprint() -> int:
@@ -133,14 +133,9 @@ def extension() -> Any:
 
 def entries() -> list[Callable[..., Any]]:
     """The kernels that Python calls, that is those decorated with `native`, as plain Python functions."""
-    kernels = []
-    for name in KERNEL_MODULES:
-        module = importlib.import_module(f"memopt.solver.{name}")
-        for value in vars(module).values():
-            options = getattr(value, "targetoptions", None)
-            if options is not None and value.__module__ == module.__name__ and "no_cpython_wrapper" not in options:
-                kernels.append(value.py_func)
-    return kernels
+    modules = [importlib.import_module(f"memopt.solver.{name}") for name in KERNEL_MODULES]
+    values = (value for module in modules for value in vars(module).values() if hasattr(value, "targetoptions"))
+    return [value.py_func for value in dict.fromkeys(values) if "no_cpython_wrapper" not in value.targetoptions]
 
 
 def signature(kernel: Callable[..., Any]) -> tuple[Any, ...]:

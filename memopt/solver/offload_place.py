@@ -19,7 +19,7 @@ from memopt.solver.native import native, native_part
 
 
 class _Queue(NamedTuple):
-    """The busy intervals in order of time, in seconds of compute; intervals that touch are merged."""
+    """The busy intervals in order of time, in seconds of compute."""
 
     begin: Floats
     end: Floats
@@ -35,13 +35,7 @@ def empty_queue(most: int) -> _Queue:
 @native_part
 def earliest_start(queue: _Queue, release: float, seconds: float) -> float:
     """The earliest time, not before `release`, from which the queue is idle for `seconds`."""
-    low, high = 0, queue.stretches[0]
-    while low < high:
-        middle = (low + high) // 2
-        if queue.end[middle] > release:
-            high = middle
-        else:
-            low = middle + 1
+    low = np.searchsorted(queue.end[: queue.stretches[0]], release, side="right")
     start = release
     while low < queue.stretches[0] and queue.begin[low] < start + seconds:
         start = max(start, queue.end[low])
@@ -52,15 +46,8 @@ def earliest_start(queue: _Queue, release: float, seconds: float) -> float:
 @native_part
 def latest_start(queue: _Queue, deadline: float, seconds: float) -> float:
     """The latest time from which the queue is idle for `seconds` that end by `deadline`; it may be negative."""
-    low, high = 0, queue.stretches[0]
-    while low < high:
-        middle = (low + high) // 2
-        if queue.begin[middle] < deadline:
-            low = middle + 1
-        else:
-            high = middle
+    low = np.searchsorted(queue.begin[: queue.stretches[0]], deadline) - 1
     stop = deadline
-    low -= 1
     while low >= 0 and queue.end[low] > stop - seconds:
         stop = min(stop, queue.begin[low])
         low -= 1
@@ -70,29 +57,15 @@ def latest_start(queue: _Queue, deadline: float, seconds: float) -> float:
 @native_part
 def book(queue: _Queue, start: float, seconds: float) -> None:
     """Mark the queue as busy for `seconds` from `start`; it must be idle then."""
-    begin, end, count = queue.begin, queue.end, queue.stretches[0]
-    stop = start + seconds
-    after = count
+    begin, end, after = queue.begin, queue.end, queue.stretches[0]
     while after > 0 and begin[after - 1] >= start:
+        begin[after], end[after] = begin[after - 1], end[after - 1]
         after -= 1
-    joins_left = after > 0 and end[after - 1] >= start
-    joins_right = after < count and begin[after] <= stop
-    if joins_left and joins_right:
-        end[after - 1] = end[after]
-        for i in range(after, count - 1):
-            begin[i], end[i] = begin[i + 1], end[i + 1]
-        queue.stretches[0] = count - 1
-    elif joins_left:
-        end[after - 1] = stop
-    elif joins_right:
-        begin[after] = start
-    else:
-        for i in range(count, after, -1):
-            begin[i], end[i] = begin[i - 1], end[i - 1]
-        begin[after], end[after] = start, stop
-        queue.stretches[0] = count + 1
+    begin[after], end[after] = start, start + seconds
+    queue.stretches[0] += 1
 
 
+_NO_LIMIT = 2**62
 # Transfers are planned to take longer by this share, so that rounding errors cause no stalls.
 _ROUNDING = 1e-9
 
@@ -148,16 +121,12 @@ class Placer:
         seconds = transfer_seconds[gaps.storage] * (1 + _ROUNDING)
         live = self._live.copy()
         planned = _GapOffloads(
-            np.zeros(count, np.bool_),
-            np.zeros(count, np.int64),
-            np.zeros(count, np.int64),
-            np.zeros(count),
-            np.zeros(count),
+            np.zeros(count, np.bool_), *np.zeros((2, count), np.int64), *np.zeros((2, count), np.float64)
         )
-        at_home = int(self._arrays.size[self._arrays.home].sum())
-        if host_bytes is not None and at_home > host_bytes:
+        room = np.full(live.size, _NO_LIMIT if host_bytes is None else host_bytes, np.int64)
+        room -= self._arrays.size[self._arrays.home].sum()
+        if room.min(initial=0) < 0:
             return None
-        room = np.full(live.size if host_bytes is not None else 0, (host_bytes or 0) - at_home, np.int64)
         order = np.argsort(gaps.start, kind="stable")
         queues = empty_queue(count), empty_queue(count)
         if not _choose(gaps, size, seconds, self._time, live, cap_bytes, room, order, *queues, planned):
@@ -223,8 +192,8 @@ def _choose(
     """Make the sweep and fill `stays`; returns False if some evaluation cannot be brought within the cap.
 
     Per gap, `size` is the bytes of its version and `seconds` those of one transfer. `time` is the second at which each
-    evaluation begins, `room` the free bytes of the host at each position (empty for no limit), `order` the gaps by
-    their start. `outward` and `back` are the queues of the copies out and back.
+    evaluation begins, `room` the free bytes of the host at each position, `order` the gaps by their start. `outward`
+    and `back` are the queues of the copies out and back.
     """
     _bring(gaps, size, seconds, time, live, back, stays)
     active = np.zeros(order.size, np.int64)
@@ -250,12 +219,14 @@ def _choose(
             count -= 1
             active[best] = active[count]
             back_start = latest_start(back, time[gaps.stop[gap]], seconds[gap])
-            fetch = min(_last_begun(time, back_start), gaps.stop[gap])
+            fetch = min(np.searchsorted(time, back_start, side="right") - 1, gaps.stop[gap])
             if fetch <= position:
                 continue
             if not home:
-                if not _take_room(room, gaps.start[gap], gaps.stop[gap], size[gap]):
+                free = room[gaps.start[gap] : gaps.stop[gap]]
+                if free.min() < size[gap]:
                     continue
+                free -= size[gap]
                 book(outward, out_start, seconds[gap])
             book(back, back_start, seconds[gap])
             stays.chosen[gap] = True
@@ -282,7 +253,8 @@ def _bring(
         book(back, back_start, seconds[gap])
         stays.chosen[gap] = True
         stays.freed[gap] = gaps.start[gap] + 1
-        stays.fetch[gap] = min(max(_last_begun(time, back_start), stays.freed[gap]), gaps.stop[gap])
+        begun = np.searchsorted(time, back_start, side="right") - 1  # the last evaluation that has begun then, or -1
+        stays.fetch[gap] = min(max(begun, stays.freed[gap]), gaps.stop[gap])
         stays.out_start[gap] = time[gaps.start[gap] + 1]
         stays.back_start[gap] = back_start
         live[stays.freed[gap] : stays.fetch[gap]] -= size[gap]
@@ -311,45 +283,13 @@ def _latest_read(
     return count, best
 
 
-@native_part
-def _last_begun(time: Floats, moment: float) -> int:
-    """The last evaluation that has begun at second `moment`, or -1 before the first."""
-    low, high = 0, time.size
-    while low < high:
-        middle = (low + high) // 2
-        if time[middle] <= moment:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
-
-
-@native_part
-def _take_room(room: Ints, start: int, stop: int, size_bytes: int) -> bool:
-    """Take room on the host from `start` up to, not including, `stop`; returns False, and takes none, if it is short.
-
-    An empty `room` stands for no limit.
-    """
-    if room.size == 0:
-        return True
-    for position in range(start, stop):
-        if room[position] < size_bytes:
-            return False
-    room[start:stop] -= size_bytes
-    return True
-
-
 @native
 def _take_back(stays: _GapOffloads, size: Ints, live: Ints, cap_bytes: int, order: Ints) -> None:
     """Remove, in `order`, the offloads that are not needed to keep live bytes within the cap."""
     for gap in order:
-        fits = True
-        for position in range(stays.freed[gap], stays.fetch[gap]):
-            if live[position] + size[gap] > cap_bytes:
-                fits = False
-                break
-        if fits:
-            live[stays.freed[gap] : stays.fetch[gap]] += size[gap]
+        away = live[stays.freed[gap] : stays.fetch[gap]]
+        if away.max() + size[gap] <= cap_bytes:
+            away += size[gap]
             stays.chosen[gap] = False
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from memopt.solver.arrays import Arrays, Flags, Floats, Ints, IntTable, added_seconds, peak_bytes, remove_dead
 from memopt.solver.native import native
 from memopt.solver.offload_place import Placer
-from memopt.solver.polish import polish, ruin
+from memopt.solver.polish import polish_at_random, ruin
+from memopt.solver.problem import Link
 from memopt.solver.repair import repair
-from memopt.solver.search import LENGTH_EXPONENTS, SAVE_ALL_POWERS, root_of
+from memopt.solver.search import SAVE_ALL_POWERS, root_of
 
 
 def stalled_seconds(arrays: Arrays, evaluations: Ints, offloads: IntTable, transfer_seconds: Floats) -> float:
@@ -103,21 +104,24 @@ class OffloadCandidate:
 
 
 class OffloadSearch:
-    """A search for the fastest schedule under one cap and over one link. Deterministic: its noise has a fixed seed.
+    """A search for the fastest schedule under one cap and over one link. Deterministic: its noise has a fixed seed."""
 
-    `transfer_seconds` are the seconds of each storage's transfer in one direction; `host_bytes` is the host's limit
-    (None: no limit).
-    """
-
-    def __init__(self, arrays: Arrays, cap_bytes: int, transfer_seconds: Floats, host_bytes: int | None = None) -> None:
+    def __init__(self, arrays: Arrays, cap_bytes: int, link: Link, enough_seconds: float = -1.0) -> None:
         self._arrays = arrays
-        self._cap_bytes = cap_bytes
-        self._transfer_seconds = transfer_seconds
-        self._host_bytes = host_bytes
+        self.cap_bytes = cap_bytes
+        self.link = link
+        self._enough_seconds = enough_seconds
+        self._transfer_seconds = np.array([link.transfer_seconds(size) for size in arrays.size.tolist()], np.float64)
+        """Per storage: the seconds of its transfer in one direction."""
         self._random = np.random.default_rng(0)
         self.best: OffloadCandidate | None = None
         self.spent = 0
         """The length of all schedules into which offloads were placed: a measure of work, the same in every run."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the best schedule adds `enough_seconds` or less."""
+        return self.best is not None and self.best.added_seconds <= self._enough_seconds
 
     def offer(self, plan: OffloadCandidate) -> bool:
         """Make `plan`, which must fit, the best if it is faster than the best; returns whether it was."""
@@ -130,7 +134,7 @@ class OffloadSearch:
         """Offer a plan that another search found for a cap no larger than this one's, timed over this link. Returns
         whether it became the best; False where it exceeds the host's limit."""
         host_bytes = most_on_host(self._arrays, plan.evaluations, plan.offloads)
-        if self._host_bytes is not None and host_bytes > self._host_bytes:
+        if self.link.host_bytes is not None and host_bytes > self.link.host_bytes:
             return False
         return self.offer(self._timed(plan.method, plan.evaluations, plan.offloads))
 
@@ -148,7 +152,7 @@ class OffloadSearch:
         better, fitting = False, 0
         for speedup in speedups:
             self.spent += evaluations.size
-            offloads = placer.place(self._cap_bytes, self._transfer_seconds / speedup, self._host_bytes)
+            offloads = placer.place(self.cap_bytes, self._transfer_seconds / speedup, self.link.host_bytes)
             if offloads is None:
                 continue
             plan = self._timed(method, evaluations, offloads)
@@ -194,14 +198,13 @@ class OffloadSearch:
             seed = self.best.evaluations
             self.spent += seed.size
             kind, shift = draw.random(), draw.choice((0.0, 0.003, 0.03)) * draw.uniform(-1, 1)
-            cap_bytes = int(max(peak_bytes(arrays, seed), self._cap_bytes) * (1 + shift))
+            cap_bytes = int(max(peak_bytes(arrays, seed), self.cap_bytes) * (1 + shift))
             if kind < _REPAIRED:
                 changed = self._repaired(seed, cap_bytes)
             else:
                 changed = seed if kind < 0.5 else ruin(arrays, seed, draw)
             if kind < 0.9 or self.best.added_seconds == added_seconds(arrays, seed):
-                noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
-                changed = polish(arrays, changed, cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
+                changed = polish_at_random(arrays, changed, cap_bytes, draw)
             self.consider(f"{root_of(self.best.method)}, local search", changed, self._likely_speedups())
 
     def _repaired(self, seed: Ints, cap_bytes: int) -> Ints:

@@ -15,6 +15,8 @@ from memopt.solver.arrays import Arrays, Floats, Ints, remove_dead
 from memopt.solver.links import NONE, Links, death, link, put_back, remove
 from memopt.solver.native import native, native_part
 
+LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
+
 
 class _Survey(NamedTuple):
     """Per evaluation: an estimate of the effect of removing it together with the recomputations made only for it."""
@@ -48,6 +50,12 @@ def polish(
         order = np.argsort(-score, kind="stable")
         if not _drop_all(links, survey, order, cap_bytes):
             return evaluations[links.alive]
+
+
+def polish_at_random(arrays: Arrays, evaluations: Ints, cap_bytes: int, draw: np.random.Generator) -> Ints:
+    """The schedule polished with random noise and one of `LENGTH_EXPONENTS`."""
+    noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
+    return polish(arrays, evaluations, cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
 
 
 @native
@@ -173,21 +181,19 @@ def _ops_to_recompute(arrays: Arrays, evaluations: Ints, storage: int, at: int) 
 
 def next_reads(arrays: Arrays, evaluations: Ints, start: int) -> Ints:
     """Per storage: the first position from `start` on that reads the version made before `start`, or -1."""
-    reads = np.full(arrays.size.size, _NEVER, np.int64)
+    reads = np.full(arrays.size.size, _UNKNOWN, np.int64)
     _find_next_reads(arrays, evaluations, start, reads)
     return np.maximum(reads, _NEVER)
 
 
 @native
 def _find_next_reads(arrays: Arrays, evaluations: Ints, start: int, reads: Ints) -> None:
-    """Fill `reads`, which must be `_NEVER` for all storages at first; a version without a read stays `_UNKNOWN`."""
-    for position in range(evaluations.size):
+    """Fill `reads`, which must be `_UNKNOWN` for all storages at first; a version without a read may stay so."""
+    for position in range(start, evaluations.size):
         op = evaluations[position]
         for at in range(arrays.read_start[op], arrays.read_start[op + 1]):
-            if reads[arrays.reads[at]] == _UNKNOWN and position >= start:
+            if reads[arrays.reads[at]] == _UNKNOWN:
                 reads[arrays.reads[at]] = position
         for at in range(arrays.make_start[op], arrays.make_start[op + 1]):
-            if position < start:
-                reads[arrays.makes[at]] = _UNKNOWN
-            elif reads[arrays.makes[at]] == _UNKNOWN:
+            if reads[arrays.makes[at]] == _UNKNOWN:
                 reads[arrays.makes[at]] = _NEVER

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import get_args
 
-from memopt.solver.arrays import arrays_of, to_array, to_schedule
+from memopt.solver.arrays import Ints, arrays_of, to_array, to_schedule
 from memopt.solver.chain_plans import NestedChain
 from memopt.solver.lower_bound import LowerBound, floor_bytes, floor_of
-from memopt.solver.min_cut import MinimumCut
+from memopt.solver.min_cut import CutNetwork, just_in_time, lower_hull
 from memopt.solver.native import is_compiled, ready_made
-from memopt.solver.problem import Op, RematProblem, Storage
-from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, UserSolvers, baseline_solvers
+from memopt.solver.problem import Op, RematProblem, Schedule, Storage
+from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, UserSolvers, recipes
 from memopt.solver.search import (
     NEAREST_POWERS,
     NEXT_POWERS,
@@ -27,7 +28,7 @@ from memopt.solver.search import (
 from memopt.solver.simulator import simulate
 
 # The search ends when the best plan is this close to the lower bound, as a share of the step's seconds.
-_CLOSE_ENOUGH = 1e-4
+CLOSE_ENOUGH = 1e-4
 # Nested recomputation is not tried when the best plan is this close to the lower bound.
 _NEEDS_NO_NESTING = 1e-3
 # The most evaluations that the plans of one local search have together: about half a second. Small problems, whose
@@ -43,7 +44,7 @@ _SPENT_ON_SMALLEST = 150_000
 class Portfolio:
     """Solves one problem at any number of budgets; work that does not depend on the budget is done once.
 
-    A solution fits its budget, adds no more seconds than any baseline or schedule of `MinimumCut` that fits, and no
+    A solution fits its budget, adds no more seconds than any baseline or schedule of a minimum cut that fits, and no
     more than any solution already found for a smaller budget. Every budget from `smallest().peak_bytes` on is solved.
 
     `solvers` are a user's own. Each `solve` calls them once, after the built-in solvers, so that no solution adds more
@@ -54,9 +55,11 @@ class Portfolio:
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
         self._problem = problem
         self._arrays = arrays_of(problem)
-        self._bound = LowerBound(problem)
-        self._nested_chain = NestedChain()
+        self.bound = LowerBound(problem)
+        """A lower bound on the seconds that any schedule within a budget adds."""
+        self._nested_chain = NestedChain(problem)
         self.users = UserSolvers(problem, solvers)
+        self._explored = _EXPLORED_SMALL if len(problem.ops) < _SMALL_OPS else _EXPLORED
         self._found: list[Candidate] = []
         self._found_with_users: list[Candidate] = []
 
@@ -78,15 +81,16 @@ class Portfolio:
         """
         if effort not in get_args(Effort):
             raise ValueError(f'effort is "fast", "default" or "best", not {effort!r}')
-        bound = self._bound.added_seconds(budget_bytes)
-        search = Search(self._arrays, budget_bytes, bound + _CLOSE_ENOUGH * self._problem.seconds)
+        bound = self.bound.added_seconds(budget_bytes)
+        search = Search(self._arrays, budget_bytes, bound + CLOSE_ENOUGH * self._problem.seconds)
         known = [*self._baselines, *self._hull_plans, *self._found]
         for plan in known:
             search.offer(plan)
-        if effort == "fast" and not search.done:
-            self._improve_a_little(search, known)
-        if effort != "fast" or search.best is None:
-            self._improve(search, known, bound)
+        if math.isfinite(bound):  # else nothing fits
+            if effort == "fast" and not search.done:
+                self._improve_a_little(search, known)
+            if effort != "fast" or search.best is None:
+                self._improve(search, known, bound)
         if search.best is None:
             search.offer(self._own_smallest)
         if self.users.solvers:
@@ -96,18 +100,14 @@ class Portfolio:
             raise Infeasible(self._smallest.peak_bytes, *floor_of(self._problem))
         if effort == "best":
             seeds = [self._baselines[0], *sorted(known, key=lambda plan: abs(plan.peak_bytes - budget_bytes))[:8]]
-            search_on(self._problem, self._arrays, search, seeds, bound, limit_seconds, report)
+            search_on(search, seeds, bound, limit_seconds, report)
         (self._found_with_users if self.users.solvers else self._found).append(search.best)
         return self._judged(search.best, budget_bytes, bound)
-
-    def least_added_seconds(self, budget_bytes: int) -> float:
-        """A lower bound on the seconds that any schedule within the budget adds."""
-        return self._bound.added_seconds(budget_bytes)
 
     def smallest(self) -> Solution:
         """The schedule with the smallest peak that was found."""
         peak_bytes = self._smallest.peak_bytes
-        return self._judged(self._smallest, peak_bytes, self._bound.added_seconds(peak_bytes))
+        return self._judged(self._smallest, peak_bytes, self.bound.added_seconds(peak_bytes))
 
     def build_on_smallest(self) -> None:
         """From now on, start every `solve` from the schedule with the smallest peak as well. (Calling `smallest` alone
@@ -117,7 +117,7 @@ class Portfolio:
     def known_within(self, budget_bytes: int) -> Iterator[Solution]:
         """The schedules within a budget that have been found so far, for any budget, the fastest first."""
         known = dict.fromkeys([*self._baselines, *self._hull_plans, *self._found, *self._found_with_users])
-        bound = self._bound.added_seconds(budget_bytes)
+        bound = self.bound.added_seconds(budget_bytes)
         for plan in sorted(known, key=lambda plan: (plan.added_seconds, plan.peak_bytes)):
             if plan.peak_bytes <= budget_bytes:
                 yield self._judged(plan, budget_bytes, bound)
@@ -128,30 +128,29 @@ class Portfolio:
 
     @cached_property
     def _baselines(self) -> list[Candidate]:
-        return [plan for solver in baseline_solvers(self._problem) for plan in self._plans_of(solver)]
+        return [self._candidate(name, schedule) for name, schedule in recipes(self._problem).items()]
 
     @cached_property
     def _hull_plans(self) -> list[Candidate]:
-        return self._plans_of(MinimumCut())
+        """The just-in-time schedule of each cut of the lower hull."""
+        cuts = lower_hull(CutNetwork(self._problem))
+        return [self._candidate("minimum cut", just_in_time(self._problem, cut.saved)) for cut in cuts]
 
-    @property
-    def _explored(self) -> int:
-        return _EXPLORED_SMALL if len(self._problem.ops) < _SMALL_OPS else _EXPLORED
+    def _candidate(self, method: str, schedule: Schedule) -> Candidate:
+        return candidate(self._arrays, method, to_array(schedule))
 
     def _improve_a_little(self, search: Search, known: list[Candidate]) -> None:
         """Polish the fastest plan that fits, and repair the plan with the smallest peak above the cap."""
         if search.best is not None:
             search.polish(search.best)
         search.repair(self._baselines[0], SAVE_ALL_POWERS[:1])
-        above = [plan for plan in known if plan.peak_bytes > search.cap_bytes]
-        if above:
-            search.repair(min(above, key=lambda plan: plan.peak_bytes), NEAREST_POWERS[:1])
+        for plan in _by_cap(known, search.cap_bytes)[1][:1]:
+            search.repair(plan, NEAREST_POWERS[:1])
 
     def _improve(self, search: Search, known: list[Candidate], bound: float) -> None:
         """Polish the fastest plans that fit, repair those with the smallest peaks above the cap, and search further."""
         cap_bytes = search.cap_bytes
-        fitting = sorted((p for p in known if p.peak_bytes <= cap_bytes), key=lambda plan: plan.added_seconds)
-        above = sorted((p for p in known if p.peak_bytes > cap_bytes), key=lambda plan: plan.peak_bytes)
+        fitting, above = _by_cap(known, cap_bytes)
         # The fastest are often solutions for other budgets, which a polish leaves unchanged; so cuts are polished too.
         cuts = [plan for plan in fitting if plan in self._hull_plans]
         for plan in dict.fromkeys([*fitting[:3], *cuts[:3]]):
@@ -160,32 +159,27 @@ class Portfolio:
             search.repair(seed, powers)
         nested: list[Candidate] = []
         if search.best is None or search.best.added_seconds > bound + _NEEDS_NO_NESTING * self._problem.seconds:
-            nested = self._plans_of(self._nested_chain, cap_bytes)
+            nested = [self._nested_plan(plan) for plan in self._nested_chain.plans(cap_bytes)]
         for plan in nested:
-            search.improve(plan, NEXT_POWERS[:1])
+            search.offer(plan)
+            search.polish(plan)
+            search.repair(plan, NEXT_POWERS[:1])
         save_all = self._baselines[0]
         for rule in SAVE_ALL_POWERS:
             if search.best is None or search.spent < _SPENT_BEFORE_SAVE_ALL:
                 search.repair(save_all, (rule,))
         search.explore(save_all, [*above[:3], *fitting[:2], *nested], self._explored)
 
-    def _plans_of(self, solver: Solver, budget_bytes: int = 0) -> list[Candidate]:
-        """The plans that a built-in solver proposes; many propose the same ones for every budget."""
-        schedules = solver.candidates(self._problem, budget_bytes)
-        return [candidate(self._arrays, solver.name, to_array(schedule)) for schedule in schedules]
-
     def _users_plans(self, budget_bytes: int) -> list[Candidate]:
         """The plans without offloads that a user's solvers propose."""
-        proposals = self.users.at(budget_bytes)
-        return [candidate(self._arrays, name, to_array(plan)) for name, plan in proposals if not plan.offloads]
+        return [self._candidate(name, plan) for name, plan in self.users.at(budget_bytes) if not plan.offloads]
 
     def _add_users_plans(self, search: Search, quickly: bool) -> None:
         """Offer the users' plans and earlier solutions found with them, and improve those nearest to the cap."""
         plans = [*self._users_plans(search.cap_bytes), *self._found_with_users]
         for plan in plans:
             search.offer(plan)
-        fitting = sorted((p for p in plans if p.peak_bytes <= search.cap_bytes), key=lambda plan: plan.added_seconds)
-        above = sorted((p for p in plans if p.peak_bytes > search.cap_bytes), key=lambda plan: plan.peak_bytes)
+        fitting, above = _by_cap(plans, search.cap_bytes)
         for plan in fitting[:3]:
             search.polish(plan)
         for plan in above[: 1 if quickly else 3]:
@@ -195,27 +189,8 @@ class Portfolio:
         if search.best is None and self._smallest.peak_bytes <= search.cap_bytes:
             search.offer(self._smallest)
 
-    def _deepest_nested(self, known: list[Candidate]) -> Callable[[int], list[Candidate]]:
-        """Add to `known` the nested plans with ever smaller peaks; returns a function from caps to nested plans.
-
-        A table for less memory can have more blocks, so each table's smallest peak is the cap of the next table.
-        """
-
-        def plans(cap_bytes: int) -> list[Candidate]:
-            plan = None if table is None else table.plan(cap_bytes)
-            return [] if plan is None else [candidate(self._arrays, self._nested_chain.name, plan)]
-
-        least = min(plan.peak_bytes for plan in known)
-        while True:
-            table = self._nested_chain.table(self._problem, least)
-            if table is None or table.smallest_cap_bytes is None:
-                break
-            deepest = plans(table.smallest_cap_bytes)[0]
-            if deepest.peak_bytes >= least:
-                break
-            known.append(deepest)
-            least = deepest.peak_bytes
-        return plans
+    def _nested_plan(self, evaluations: Ints) -> Candidate:
+        return candidate(self._arrays, "nested chain", evaluations)
 
     @cached_property
     def _smallest(self) -> Candidate:
@@ -230,15 +205,20 @@ class Portfolio:
         smallest peak known. It does not depend on earlier calls of `solve`, so that every process reports the same."""
         low = floor_bytes(self._problem)
         known = [*self._baselines, *self._hull_plans]
-        nested = self._deepest_nested(known)
+        if self._baselines[0].peak_bytes == low:  # saving everything takes no more than the floor
+            return self._baselines[0]
+        deeper, table = self._nested_chain.deepest(min(plan.peak_bytes for plan in known))
+        known += [self._nested_plan(evaluations) for evaluations in deeper]
         seeds = [*sorted(known, key=lambda plan: plan.peak_bytes)[:4], self._baselines[0]]
         best = seeds[0]
         spent = 0
         while best.peak_bytes > low * 1.003 + 1 and spent < _SPENT_ON_SMALLEST:
             cap_bytes = (low + best.peak_bytes) // 2
             search = Search(self._arrays, cap_bytes)
-            plan = next((plan for plan in nested(cap_bytes) if plan.peak_bytes <= cap_bytes), None)
-            plan = plan or _first_fit(search, seeds)
+            nested = None if table is None else table.plan(cap_bytes)
+            plan = None if nested is None else self._nested_plan(nested)
+            if plan is None or plan.peak_bytes > cap_bytes:
+                plan = _first_fit(search, seeds)
             spent += search.spent
             if plan is None:
                 low = cap_bytes
@@ -260,6 +240,12 @@ class Portfolio:
         simulation = simulate(self._problem, schedule)
         assert simulation.peak_bytes == plan.peak_bytes <= budget_bytes, "the simulated peak differs or is too high"
         return Solution(schedule, simulation.peak_bytes, simulation.added_seconds, bound, plan.method)
+
+
+def _by_cap(plans: list[Candidate], cap_bytes: int) -> tuple[list[Candidate], list[Candidate]]:
+    """The plans that fit the cap, the fastest first, and those above it, the smallest peak first."""
+    fitting = sorted((p for p in plans if p.peak_bytes <= cap_bytes), key=lambda plan: plan.added_seconds)
+    return fitting, sorted((p for p in plans if p.peak_bytes > cap_bytes), key=lambda plan: plan.peak_bytes)
 
 
 def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:

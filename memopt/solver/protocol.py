@@ -1,25 +1,22 @@
 """The protocol of a solver, built in or a user's: it takes a problem and a budget and proposes schedules. A user's
 solver is called once for each budget, and its schedules are checked.
 
-The simplest ones are here: the usual recipes of activation checkpointing, each with one schedule for all budgets, and
-`SaveAll`, which takes the portfolio's place when nothing may be recomputed.
+Here, too: the usual recipes of activation checkpointing, each with one schedule for all budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from math import isqrt
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from memopt.solver.chain import crossing_bytes, last_forward_readers
 from memopt.solver.min_cut import just_in_time, needed_by_backward
 from memopt.solver.problem import RematProblem, Schedule
-from memopt.solver.search import Progress
-from memopt.solver.simulator import simulate
 
 
 class Infeasible(Exception):
@@ -94,95 +91,74 @@ class Solver(Protocol):
         ...
 
 
-def checked_solvers(solvers: Sequence[Solver]) -> tuple[Solver, ...]:
-    """The solvers as a tuple. Raises `SolverError` if one does not follow the protocol."""
-    for solver in solvers:
-        if isinstance(solver, type):
-            raise SolverError(f"{solver.__name__} is a class, not a solver: give an instance, {solver.__name__}()")
-        if not isinstance(solver, Solver) or not callable(solver.candidates):
-            raise SolverError(f"{solver!r} is not a solver: it needs a `name` and `candidates(problem, budget_bytes)`")
-        if not isinstance(solver.name, str) or not solver.name or "," in solver.name:
-            raise SolverError(f"a solver's name is a non-empty string without commas, not {solver.name!r}")
-    return tuple(solvers)
-
-
-def proposed(solver: Solver, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-    """The schedules that a user's solver proposes, checked with `Schedule.check`; only the first `MOST_CANDIDATES`.
-
-    Raises `SolverError` with the solver's name if the solver raises or proposes anything but valid schedules."""
-    try:
-        candidates = list(islice(solver.candidates(problem, budget_bytes), MOST_CANDIDATES))
-    except Exception as error:
-        raise SolverError(f"solver {solver.name!r} raised {type(error).__name__}: {error}") from error
-    return [_checked(solver, problem, schedule) for schedule in candidates]
-
-
-def _checked(solver: Solver, problem: RematProblem, schedule: object) -> Schedule:
-    """The proposed schedule with plain integers. Raises `SolverError` if it is not a valid schedule of the problem."""
-    if not isinstance(schedule, Schedule):
-        kind = type(schedule).__name__
-        raise SolverError(f"solver {solver.name!r} proposed a value of type {kind}, not a memopt.solver.Schedule")
-    try:
-        plain = Schedule(tuple(map(int, schedule.evaluations)), tuple(schedule.offloads))
-        plain.check(problem)
-    except Exception as error:
-        raise SolverError(f"solver {solver.name!r} proposed an invalid schedule of the problem: {error}") from error
-    return plain
-
-
 class UserSolvers:
     """Calls a user's solvers on one problem. Raises `SolverError` if one does not follow the protocol."""
 
     def __init__(self, problem: RematProblem, solvers: Sequence[Solver]) -> None:
-        self.solvers = checked_solvers(solvers)
+        for solver in solvers:
+            if isinstance(solver, type):
+                raise SolverError(f"{solver.__name__} is a class, not a solver: give an instance, {solver.__name__}()")
+            if not isinstance(solver, Solver) or not callable(solver.candidates):
+                raise SolverError(
+                    f"{solver!r} is not a solver: it needs a `name` and `candidates(problem, budget_bytes)`"
+                )
+            if not isinstance(solver.name, str) or not solver.name or "," in solver.name:
+                raise SolverError(f"a solver's name is a non-empty string without commas, not {solver.name!r}")
+        self.solvers = tuple(solvers)
         self._problem = problem
         self._last: tuple[int, list[tuple[str, Schedule]]] | None = None
 
     def at(self, budget_bytes: int) -> list[tuple[str, Schedule]]:
-        """All proposals at a budget, as pairs (solver's name, schedule), in the order of the solvers.
+        """All proposals at a budget, as pairs (solver's name, schedule), in the order of the solvers; only the first
+        `MOST_CANDIDATES` of each.
 
-        The last budget's proposals are cached. Raises `SolverError` if a solver raises or proposes anything but valid
-        schedules.
+        The last budget's proposals are cached. Raises `SolverError`, with the solver's name, if a solver raises or
+        proposes anything but valid schedules.
         """
         if self._last is None or self._last[0] != budget_bytes:
-            pairs = [(s.name, plan) for s in self.solvers for plan in proposed(s, self._problem, budget_bytes)]
+            pairs = [(solver.name, plan) for solver in self.solvers for plan in self._proposed(solver, budget_bytes)]
             self._last = (budget_bytes, pairs)
         return self._last[1]
 
+    def _proposed(self, solver: Solver, budget_bytes: int) -> Iterator[Schedule]:
+        try:
+            candidates = list(islice(solver.candidates(self._problem, budget_bytes), MOST_CANDIDATES))
+        except Exception as error:
+            raise SolverError(f"solver {solver.name!r} raised {type(error).__name__}: {error}") from error
+        for schedule in candidates:
+            if not isinstance(schedule, Schedule):
+                kind = type(schedule).__name__
+                raise SolverError(
+                    f"solver {solver.name!r} proposed a value of type {kind}, not a memopt.solver.Schedule"
+                )
+            try:
+                plain = Schedule(tuple(map(int, schedule.evaluations)), tuple(schedule.offloads))
+                plain.check(self._problem)
+            except Exception as error:
+                raise SolverError(
+                    f"solver {solver.name!r} proposed an invalid schedule of the problem: {error}"
+                ) from error
+            yield plain
 
-@dataclass(frozen=True)
-class _Recipe:
-    """A usual recipe of activation checkpointing as a solver: it proposes one schedule for all budgets."""
 
-    name: str
-    schedule: Callable[[RematProblem], Schedule]
-
-    def candidates(self, problem: RematProblem, budget_bytes: int) -> list[Schedule]:
-        return [self.schedule(problem)]
-
-
-SAVE_EVERYTHING = _Recipe("save all", Schedule.save_all)
-"""Saves all activations and recomputes nothing, like training without checkpointing."""
-
-
-def baseline_solvers(problem: RematProblem) -> list[Solver]:
-    """The recipes that apply to the problem: save all, checkpoint blocks (Chen et al., 2016), recompute only
-    attention."""
-    solvers: list[Solver] = [SAVE_EVERYTHING]
+def recipes(problem: RematProblem) -> dict[str, Schedule]:
+    """The usual recipes of activation checkpointing that apply to the problem, by name: save everything, like training
+    without checkpointing, which comes first; checkpoint blocks (Chen et al., 2016); recompute only the attention cores
+    (`Op.attention`). Only the first where nothing can be recomputed."""
+    found = {"save all": Schedule.save_all(problem)}
+    forward = problem.ops[: problem.forward_ops]
+    if not any(op.recomputable for op in forward):
+        return found
     blocks = forward_blocks(problem)
     count = max(blocks, default=-1) + 1
     if count > 1:
-        sizes = [("per block", 1), *((f"every {every} blocks", every) for every in _group_sizes(count))]
-        sizes.append(("sqrt(L) segments", -(-count // isqrt(count))))
-        solvers += [_Recipe(name, partial(checkpointed, blocks=blocks, every=every)) for name, every in sizes]
-    if any(op.attention for op in problem.ops[: problem.forward_ops]):
-        solvers.append(_Recipe("attention only", _without_attention))
-    return solvers
-
-
-def _without_attention(problem: RematProblem) -> Schedule:
-    """Recomputes the attention cores (`Op.attention`) and saves all other values that the backward reads."""
-    return just_in_time(problem, _saved_unless(problem, lambda op: problem.ops[op].attention))
+        sizes = {"per block": 1, **{f"every {every} blocks": every for every in _group_sizes(count)}}
+        sizes["sqrt(L) segments"] = -(-count // isqrt(count))
+        found |= {name: checkpointed(problem, blocks, every) for name, every in sizes.items()}
+    if any(op.attention for op in forward):
+        saved = _saved_unless(problem, lambda op: problem.ops[op].attention)
+        found["attention only"] = just_in_time(problem, saved)
+    return found
 
 
 def checkpointed(problem: RematProblem, blocks: list[int], every: int) -> Schedule:
@@ -230,52 +206,13 @@ def _group_sizes(count: int) -> list[int]:
 
 def _segment_starts(problem: RematProblem) -> list[int]:
     """Ops at which segments of the forward begin: local minima of the crossing bytes in their lowest three tenths."""
-    count = problem.forward_ops
-    crossing = np.zeros(count + 1, np.int64)
-    last_reader = {storage: index for index, op in enumerate(problem.ops[:count]) for storage in op.reads}
-    for storage, reader in last_reader.items():
-        crossing[problem.producer[storage] + 1 : reader + 1] += problem.storages[storage].bytes
-    inner = crossing[1:count]
+    crossing = crossing_bytes(problem, last_forward_readers(problem))
+    inner = crossing[1:]
     if inner.size == 0:
         return [0]
-    falls = crossing[1:count] <= np.minimum(crossing[: count - 1], np.quantile(inner, 0.3))
-    next_crossing = np.append(crossing[2:count], crossing[count - 1])
+    falls = inner <= np.minimum(crossing[:-1], np.quantile(inner, 0.3))
+    next_crossing = np.append(crossing[2:], crossing[-1])
     lowest = np.flatnonzero(falls & (inner < next_crossing))
     if lowest.size < 2:  # a uniform chain has no strict minima: any of its ops may begin a segment
         lowest = np.flatnonzero(falls & (inner <= next_crossing))
     return [0, *(1 + lowest).tolist()]
-
-
-class SaveAll:
-    """Has the methods of `Portfolio`, but its only schedule evaluates each op once and saves everything.
-
-    `solvers` are a user's own; only `OffloadPortfolio` calls them, as there is no choice without offloads."""
-
-    def __init__(self, problem: RematProblem, solvers: Sequence[Solver] = ()) -> None:
-        self.users = UserSolvers(problem, solvers)
-        schedule = Schedule.save_all(problem)
-        simulation = simulate(problem, schedule)
-        self._solution = Solution(schedule, simulation.peak_bytes, 0.0, 0.0, "save all")
-        self._op = schedule.evaluations[simulation.peak_position]
-
-    def solve(
-        self,
-        budget_bytes: int,
-        effort: Effort = "default",
-        *,
-        limit_seconds: float = 60.0,
-        report: Callable[[Progress], None] | None = None,
-    ) -> Solution:
-        """The schedule that saves everything. Raises `Infeasible` if its peak is above `budget_bytes`. The other
-        arguments change nothing."""
-        if self._solution.peak_bytes > budget_bytes:
-            raise Infeasible(self._solution.peak_bytes, self._solution.peak_bytes, self._op)
-        return self._solution
-
-    def smallest(self) -> Solution:
-        """The schedule that saves everything; its peak is the smallest budget that works."""
-        return self._solution
-
-    def baselines(self) -> tuple[Baseline, ...]:
-        """Only the recipe that saves everything, since all other recipes recompute."""
-        return (Baseline("save all", self._solution.peak_bytes, 0.0),)

@@ -146,9 +146,7 @@ def need_again(arrays: Arrays, replay: RepairState, storage: int) -> None:
                 continue
             producer = arrays.producer[read]
             if replay.op_look[producer] != replay.scalars[LOOK] or replay.op_need[producer] > soonest:
-                replay.op_look[producer] = replay.scalars[LOOK]
-                replay.op_need[producer] = soonest
-                pending[count] = producer
+                pending[count] = _need_op(replay, producer, soonest)
                 count += 1
 
 

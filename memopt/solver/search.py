@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memopt.solver.arrays import Arrays, Ints, added_seconds, peak_bytes
-from memopt.solver.polish import polish, ruin
-from memopt.solver.problem import RematProblem
+from memopt.solver.polish import LENGTH_EXPONENTS, polish, polish_at_random, ruin
 from memopt.solver.repair import repair
 
 # Exponents (p, a) of the repair's rule, bytes^p and distance^a. No pair is best everywhere; these sets lost least on
@@ -19,7 +18,6 @@ from memopt.solver.repair import repair
 SAVE_ALL_POWERS = ((1.0, 0.5), (1.2, 0.3), (0.5, 0.0), (0.5, 0.5), (0.7, 0.2), (1.0, 1.0))
 NEAREST_POWERS = ((1.0, 0.5), (1.0, 0.0), (0.5, 1.0))
 NEXT_POWERS = ((1.0, 0.5), (1.0, 1.5))
-LENGTH_EXPONENTS = (0.0, 0.5, 1.0)
 # A schedule with more evaluations per op than this is not improved: that would take many seconds.
 _LONGEST = 12
 # Share of the local search's rounds that change the best plan in one place (`ruin`).
@@ -76,23 +74,16 @@ class Search:
         return True
 
     def polish(self, plan: Candidate, method: str | None = None) -> None:
-        """Remove recomputations from a plan that fits, by `polish` with each of `LENGTH_EXPONENTS`, and offer the
-        results. Their method is `method`, by default the name of the plan's solver and "polished". Does nothing if the
-        search is done, the plan is too long, or a plan with the same evaluations was polished before."""
+        """Remove recomputations from a plan, by `polish` with each of `LENGTH_EXPONENTS`, and offer the results. Their
+        method is `method`, by default the name of the plan's solver and "polished". Does nothing if the plan does not
+        fit or is too long, the search is done, or a plan with the same evaluations was polished before."""
         evaluations = plan.evaluations.tobytes()
-        if self.done or self._is_long(plan) or evaluations in self._polished:
+        if plan.peak_bytes > self.cap_bytes or self.done or self._is_long(plan) or evaluations in self._polished:
             return
         self._polished.add(evaluations)
         for length_exponent in LENGTH_EXPONENTS:
             polished = polish(self._arrays, plan.evaluations, self.cap_bytes, length_exponent)
             self.offer(candidate(self._arrays, method or f"{root_of(plan.method)}, polished", polished))
-
-    def improve(self, plan: Candidate, powers: Sequence[tuple[float, float]]) -> None:
-        """Offer the plan, and polish it if it fits. In any case repair it by the eviction rules of `powers` (see
-        `repaired`), since better plans may be near it."""
-        if self.offer(plan) or plan.peak_bytes <= self.cap_bytes:
-            self.polish(plan)
-        self.repair(plan, powers)
 
     def repair(self, seed: Candidate, powers: Sequence[tuple[float, float]]) -> None:
         """Repair the seed under the cap by each eviction rule of `powers` (see `repaired`), and polish the results."""
@@ -144,8 +135,7 @@ class Search:
         draw, arrays = self._random, self._arrays
         plan = ruin(arrays, seed.evaluations, draw)
         self.spent += seed.evaluations.size // 4
-        noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
-        plan = polish(arrays, plan, self.cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
+        plan = polish_at_random(arrays, plan, self.cap_bytes, draw)
         return candidate(arrays, f"{root_of(seed.method)}, local search", plan)
 
     def _is_long(self, plan: Candidate) -> bool:
@@ -161,8 +151,7 @@ class Search:
         self.spent += spent
         if plan is None:
             return None
-        noise = np.exp(draw.normal(0.0, draw.choice((0.0, 0.1, 0.3, 1.0)), arrays.seconds.size))
-        plan = polish(arrays, plan, self.cap_bytes, draw.choice(LENGTH_EXPONENTS), noise)
+        plan = polish_at_random(arrays, plan, self.cap_bytes, draw)
         return candidate(arrays, f"{root_of(seed.method)}, local search", plan)
 
 
@@ -173,8 +162,6 @@ def root_of(method: str) -> str:
 
 # Evaluations that repairs make between two reports of progress: a fraction of a second.
 _ROUND = 10_000
-# The search ends when the best schedule is this close to the lower bound, as a share of the step's seconds.
-_CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -190,28 +177,22 @@ class Progress:
 
 
 def search_on(
-    problem: RematProblem,
-    arrays: Arrays,
     search: Search,
     seeds: Sequence[Candidate],
     bound_seconds: float,
     limit_seconds: float,
     report: Callable[[Progress], None] | None,
 ) -> None:
-    """Improve `search.best` by local search until its added seconds are close to their lower bound `bound_seconds`, or
-    `limit_seconds` have passed.
+    """Improve `search.best` by local search until the search is done, or `limit_seconds` have passed.
 
     `seeds` are plans to start from; the first must be the one that saves everything. `report`, if given, is called with
-    the progress before each part of the search and at its end."""
+    the progress before each part of the search and at its end; `bound_seconds` is its lower bound."""
     started = time.monotonic()
-
-    def continues() -> bool:
-        """Report progress; returns whether time is left and the best is not yet close to the bound."""
+    while True:
         assert search.best is not None
         elapsed = time.monotonic() - started
         if report is not None:
             report(Progress(elapsed, search.best.added_seconds, bound_seconds))
-        return elapsed < limit_seconds and search.best.added_seconds > bound_seconds + _CLOSE * problem.seconds
-
-    while continues():
+        if elapsed >= limit_seconds or search.done:
+            return
         search.explore(seeds[0], seeds[1:], _ROUND)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from memopt.solver.problem import Link, Offload, RematProblem, Schedule
 
+Thing = TypeVar("Thing")
 Span = tuple[float, float]
 """Seconds from the start of the step at which something begins and is done."""
 
@@ -46,10 +48,10 @@ def time_line(problem: RematProblem, schedule: Schedule, link: Link) -> TimeLine
     numbers = range(len(offloads))
     outward = sorted(numbers, key=lambda i: (offloads[i].out_after, offloads[i].freed_before, i))
     fetched = sorted(numbers, key=lambda i: (offloads[i].fetch_from, offloads[i].back_before, i))
-    frees = _grouped([offload.freed_before for offload in offloads], outward)
-    issues = _grouped([offload.out_after for offload in offloads], outward)
-    fetches = _grouped([offload.fetch_from for offload in offloads], fetched)
-    needs = _grouped([offload.back_before for offload in offloads], fetched)
+    frees = by_position((offloads[i].freed_before, i) for i in outward)
+    issues = by_position((offloads[i].out_after, i) for i in outward)
+    fetches = by_position((offloads[i].fetch_from, i) for i in fetched)
+    needs = by_position((offloads[i].back_before, i) for i in fetched)
     out, back = [(0.0, 0.0)] * len(offloads), [(0.0, 0.0)] * len(offloads)
     starts: list[float] = []
     now = out_free = back_free = stalls = 0.0
@@ -74,19 +76,6 @@ def time_line(problem: RematProblem, schedule: Schedule, link: Link) -> TimeLine
             out_free = begins + seconds[i]
             out[i] = begins, out_free
     return TimeLine(tuple(starts), tuple(out), tuple(back), stalls)
-
-
-def stall_seconds(problem: RematProblem, schedule: Schedule, link: Link) -> float:
-    """Seconds for which compute waits for transfers; infinite if it waits for a link without bandwidth."""
-    return time_line(problem, schedule, link).stall_seconds
-
-
-def _grouped(positions: list[int], order: list[int]) -> dict[int, list[int]]:
-    """The numbers of `order` grouped by position, where `positions[i]` is the position of number i."""
-    grouped: dict[int, list[int]] = {}
-    for i in order:
-        grouped.setdefault(positions[i], []).append(i)
-    return grouped
 
 
 @dataclass(frozen=True)
@@ -123,13 +112,11 @@ def simulate(problem: RematProblem, schedule: Schedule, link: Link | None = None
     if not evaluations:
         return Simulation(problem.resident_bytes, -1, 0.0, 0.0, np.zeros(0, np.int64))
     change = np.zeros(len(evaluations) + 1, np.int64)
-    transient = np.zeros(len(evaluations), np.int64)
     for storage, born, dies in lifetimes(problem, evaluations, schedule.offloads):
         change[born] += problem.storages[storage].bytes
         change[dies + 1] -= problem.storages[storage].bytes
-    for position, op in enumerate(evaluations):
-        transient[position] = problem.ops[op].workspace_bytes
-    live = problem.resident_bytes + np.cumsum(change[:-1]) + transient
+    workspace = np.array([problem.ops[op].workspace_bytes for op in evaluations], np.int64)
+    live = problem.resident_bytes + np.cumsum(change[:-1]) + workspace
     stalls, host = _offloading(problem, schedule, link)
     seconds = sum(problem.ops[op].seconds for op in evaluations) + stalls
     added_seconds = schedule.added_seconds(problem) + stalls
@@ -161,11 +148,11 @@ def lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tup
     return versions
 
 
-def by_position(pairs: Iterable[tuple[int, Offload]]) -> dict[int, list[Offload]]:
-    """The offloads of `pairs` (position, offload) in lists by position, each list in the order of `pairs`."""
-    grouped: dict[int, list[Offload]] = {}
-    for position, offload in pairs:
-        grouped.setdefault(position, []).append(offload)
+def by_position(pairs: Iterable[tuple[int, Thing]]) -> dict[int, list[Thing]]:
+    """The things of `pairs` (position, thing) in lists by position, each list in the order of `pairs`."""
+    grouped: dict[int, list[Thing]] = {}
+    for position, thing in pairs:
+        grouped.setdefault(position, []).append(thing)
     return grouped
 
 
@@ -183,4 +170,4 @@ def _offloading(problem: RematProblem, schedule: Schedule, link: Link | None) ->
     host_bytes = int(np.cumsum(change).max()) + problem.home_bytes
     if link.host_bytes is not None and host_bytes > link.host_bytes:
         raise ValueError(f"the schedule holds {host_bytes} bytes on the host, which has room for {link.host_bytes}")
-    return stall_seconds(problem, schedule, link), host_bytes
+    return time_line(problem, schedule, link).stall_seconds, host_bytes

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.rewrite.label_terms import Amounts, _LabelTerms
-from memopt.solver.max_flow import ONE, ZERO, _LabelNetwork
+from memopt.solver.max_flow import ONE, ZERO
 
 
 def random_terms(number: int) -> tuple[_LabelTerms, list[int]]:
@@ -33,7 +33,7 @@ def random_terms(number: int) -> tuple[_LabelTerms, list[int]]:
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 2.0]))
 def test_the_cut_has_the_least_total_of_all_choices(number: int, price: float) -> None:
     terms, labels = random_terms(number)
-    found = _LabelNetwork(terms.problem(price)).cut(0.0)
+    found = terms.problem(price).cut(0.0)
     totals = []
     for choice in itertools.product([False, True], repeat=len(labels)):
         total = terms.total(terms.complete(dict(zip(labels, choice, strict=True))))

@@ -1,19 +1,14 @@
 from expecttest import assert_expected_inline
 
 from examples.models.problems import chain, text, transformer
-from memopt.solver.problem import RematProblem, Schedule
-from memopt.solver.protocol import baseline_solvers, checkpointed, forward_blocks
+from memopt.solver.protocol import checkpointed, forward_blocks, recipes
 from memopt.solver.simulator import simulate
-
-
-def baseline_schedules(problem: RematProblem) -> dict[str, Schedule]:
-    return {solver.name: next(iter(solver.candidates(problem, 0))) for solver in baseline_solvers(problem)}
 
 
 def test_names_peaks_and_seconds_of_a_transformer() -> None:
     problem = transformer(12)
     lines = []
-    for name, schedule in baseline_schedules(problem).items():
+    for name, schedule in recipes(problem).items():
         simulation = simulate(problem, schedule)
         added = simulation.added_seconds / problem.seconds
         lines.append(f"{name:16} {simulation.peak_bytes / 2**20:7.1f} MiB {added:6.1%}")
@@ -48,12 +43,12 @@ def test_without_blocks_the_forward_is_cut_where_little_crosses() -> None:
         " ".join(first_ops),
         """embedding 0.norm2 1.norm1 1.norm2 2.norm1 2.norm2 3.norm1 3.norm2""",
     )
-    assert set(baseline_schedules(problem)) >= {"save all", "per block", "sqrt(L) segments", "attention only"}
+    assert set(recipes(problem)) >= {"save all", "per block", "sqrt(L) segments", "attention only"}
 
 
 def test_a_uniform_chain_has_segments_too() -> None:
     problem = chain(16)
-    schedules = baseline_schedules(problem)
+    schedules = recipes(problem)
     assert (
         simulate(problem, schedules["sqrt(L) segments"]).peak_bytes
         < simulate(problem, schedules["save all"]).peak_bytes

@@ -7,15 +7,15 @@ from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 SLOW = (0, 1, 2, 0, 1, 3, 0, 4)  # adds 4 seconds, within 110 bytes
 
 
-def searched(limit_seconds: float) -> tuple[Search, list[Progress]]:
-    problem, arrays = small_step(), arrays_of(small_step())
-    search, reports = Search(arrays, 110), list[Progress]()
+def searched(limit_seconds: float, enough_seconds: float = -1.0) -> tuple[Search, list[Progress]]:
+    arrays = arrays_of(small_step())
+    search, reports = Search(arrays, 110, enough_seconds), list[Progress]()
 
     def plan(evaluations: tuple[int, ...]) -> Candidate:
         return candidate(arrays, "given", np.array(evaluations, np.int64))
 
     search.offer(plan(SLOW))
-    search_on(problem, arrays, search, [plan(SAVE_ALL), plan(SLOW)], 0.0, limit_seconds, reports.append)
+    search_on(search, [plan(SAVE_ALL), plan(SLOW)], 0.0, limit_seconds, reports.append)
     return search, reports
 
 
@@ -34,3 +34,10 @@ def test_without_time_nothing_changes() -> None:
     assert search.best is not None
     assert tuple(search.best.evaluations) == SLOW
     assert len(reports) in (1, 2)
+
+
+def test_it_ends_with_a_plan_that_is_good_enough() -> None:
+    search, reports = searched(10.0, enough_seconds=1.0)
+    assert search.best is not None
+    assert search.best.added_seconds == 1.0
+    assert reports[-1].seconds < 5.0

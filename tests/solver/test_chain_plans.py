@@ -20,7 +20,7 @@ def test_a_uniform_chain_costs_what_revolve_says(slots: int) -> None:
     # Beside the slots: two gradients and the value at work. Of the 41 steps the first needs no gradient, and reads
     # nothing; the first pass, of 40 steps, is free.
     budget_bytes = 10 * (slots + 3)
-    table = NestedChain().table(problem, budget_bytes)
+    table = NestedChain(problem).table(budget_bytes)
     assert table is not None
     evaluations = table.plan(budget_bytes)
     assert evaluations is not None
@@ -36,7 +36,7 @@ def test_every_cap_of_the_table_has_a_plan_that_is_a_schedule(number: int, share
     problem = random_problem(state, state.randint(2, 20))
     floor, peak = floor_bytes(problem), simulate(problem, Schedule.save_all(problem)).peak_bytes
     cap_bytes = int(floor + share * (peak - floor))
-    table = NestedChain().table(problem, cap_bytes)
+    table = NestedChain(problem).table(cap_bytes)
     if table is None or table.smallest_cap_bytes is None:
         return
     caps = sorted({table.smallest_cap_bytes, (table.smallest_cap_bytes + cap_bytes) // 2, cap_bytes})
@@ -50,7 +50,7 @@ def test_every_cap_of_the_table_has_a_plan_that_is_a_schedule(number: int, share
 def test_a_larger_cap_never_makes_the_plan_slower(layers: int) -> None:
     problem = transformer(layers)
     cap_bytes = simulate(problem, Schedule.save_all(problem)).peak_bytes
-    table = NestedChain().table(problem, cap_bytes)
+    table = NestedChain(problem).table(cap_bytes)
     assert table is not None
     assert table.smallest_cap_bytes is not None
     caps = [int(table.smallest_cap_bytes + k / 12 * (cap_bytes - table.smallest_cap_bytes)) for k in range(13)]
@@ -65,7 +65,7 @@ def test_a_larger_cap_never_makes_the_plan_slower(layers: int) -> None:
 def test_peaks_on_a_transformer_are_near_the_cap(share: float) -> None:
     problem = transformer(12)
     cap_bytes = int(share * simulate(problem, Schedule.save_all(problem)).peak_bytes)
-    table = NestedChain().table(problem, cap_bytes)
+    table = NestedChain(problem).table(cap_bytes)
     assert table is not None
     plan = table.plan(cap_bytes)
     assert plan is not None
@@ -76,4 +76,4 @@ def test_peaks_on_a_transformer_are_near_the_cap(share: float) -> None:
 
 def test_a_forward_that_cannot_be_cut_has_no_table() -> None:
     problem = chain(1)
-    assert NestedChain().table(problem, 10**6) is None
+    assert NestedChain(problem).table(10**6) is None

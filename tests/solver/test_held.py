@@ -4,14 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.solver.lower_bound import HeldBytes, movable_storages
+from memopt.solver.lower_bound import HeldBytes
 from memopt.solver.problem import Op, RematProblem, Schedule, Storage
 from memopt.solver.simulator import simulate
 
 
 def step_by_step(problem: RematProblem) -> list[set[int]]:
     """The definition, op by op."""
-    movable = movable_storages(problem)
+    movable = [
+        op < problem.forward_ops and problem.ops[op].recomputable and not problem.storages[storage].kept
+        for storage, op in enumerate(problem.producer)
+    ]
     last_read = {storage: index for index, op in enumerate(problem.ops) for storage in op.reads}
     alive: set[int] = set()
     held = []

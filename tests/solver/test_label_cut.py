@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.solver.max_flow import ONE, ZERO, LabelProblem, _LabelNetwork, _Labels, cheapest_within, labels_of
+from memopt.solver.max_flow import ONE, ZERO, LabelProblem, _Labels, cheapest_within, labels_of
 
 INFINITE = math.inf
 
@@ -42,7 +42,7 @@ def all_labels(problem: LabelProblem) -> Iterator[_Labels]:
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 1e-3, 0.4, 1.0, 1e3]))
 def test_is_the_cheapest_of_all(number: int, price: float) -> None:
     problem = random_problem(number)
-    found = _LabelNetwork(problem).cut(price)
+    found = problem.cut(price)
     cheapest = min(labels.cost + price * labels.toll for labels in all_labels(problem))
     assert found.cost + price * found.toll == pytest.approx(cheapest, rel=1e-9, abs=1e-9)
     assert not found.of[ZERO]
@@ -72,12 +72,12 @@ def test_chain_changes_labels_where_it_is_cheapest() -> None:
     free = [(2, 3), (3, 4), (4, 5)]
     changes = [(one, other, cost, 0.0) for (one, other), cost in zip(free, (3.0, 1.0, 2.0), strict=True)]
     problem = problem_of(6, (ZERO, 2, INFINITE, 0), (5, ONE, INFINITE, 0), *changes)
-    assert _LabelNetwork(problem).cut(1.0).of.tolist() == [False, True, False, False, True, True]
+    assert problem.cut(1.0).of.tolist() == [False, True, False, False, True, True]
 
 
 def test_ties_go_to_label_0() -> None:
     problem = problem_of(3, (ZERO, 2, 1.0, 0), (2, ONE, 1.0, 0))
-    assert _LabelNetwork(problem).cut(0.0).of.tolist() == [False, True, False]
+    assert problem.cut(0.0).of.tolist() == [False, True, False]
 
 
 def test_a_limit_is_paid_for() -> None:
@@ -90,9 +90,9 @@ def test_a_limit_is_paid_for() -> None:
 def test_contradictions_are_refused() -> None:
     problem = problem_of(3, (ZERO, 2, INFINITE, 0), (2, ONE, INFINITE, 0))
     with pytest.raises(ValueError, match="forced labels contradict each other"):
-        _LabelNetwork(problem).cut(1.0)
+        problem.cut(1.0)
 
 
 def test_microseconds_and_hours_stay_apart() -> None:
     problem = problem_of(4, (2, ONE, 3600.0, 0), (ZERO, 2, 1.0, 0), (3, ONE, 2e-6, 0), (ZERO, 3, 1e-6, 0))
-    assert _LabelNetwork(problem).cut(0.0).of.tolist() == [False, True, True, True]
+    assert problem.cut(0.0).of.tolist() == [False, True, True, True]

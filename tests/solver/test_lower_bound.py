@@ -42,7 +42,7 @@ def test_what_it_was_asked_before_changes_nothing() -> None:
     budgets = range(floor, peak, (peak - floor) // 40)
     for budget_bytes in budgets:
         used.added_seconds(budget_bytes)
-    vertices = sorted({p.base_bytes + end.saved_bytes for p in used._positions for b in p._brackets for end in b})
+    vertices = sorted({p.base_bytes + end.saved_bytes for p in used._known.values() for end in p.points})
     fresh = [LowerBound(problem).added_seconds(budget_bytes) for budget_bytes in vertices]
     assert [used.added_seconds(budget_bytes) for budget_bytes in vertices] == pytest.approx(fresh, rel=1e-9, abs=1e-15)
     assert fresh == sorted(fresh, reverse=True)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from examples.models.problems import chain, random_problem, transformer, unet
 from memopt.solver import Infeasible, Portfolio, Schedule, floor_bytes, simulate
 from memopt.solver.arrays import arrays_of, to_array
+from memopt.solver.lower_bound import floor_of
 from memopt.solver.offload import OffloadPortfolio, OffloadSolution
-from memopt.solver.offload_bound import transient_floor
 from memopt.solver.offload_search import OffloadSearch
 from memopt.solver.problem import Link, RematProblem
 from tests.marks import slow
@@ -49,7 +49,7 @@ def check_promises(number: int) -> None:
     plain = Portfolio(problem)
     portfolio = OffloadPortfolio(problem, plain)
     link = Link(state.choice([0.5, 5.0, 50.0]), state.choice([0.0, 0.1]))
-    peak, floor = simulate(problem, Schedule.save_all(problem)).peak_bytes, transient_floor(problem)[0]
+    peak, floor = simulate(problem, Schedule.save_all(problem)).peak_bytes, floor_of(problem, offloading=True)[0]
     assert portfolio.smallest(link).peak_bytes <= floor
     smallest = plain.smallest().peak_bytes
     added = []
@@ -73,7 +73,7 @@ def test_a_small_host_is_never_overfilled(number: int) -> None:
     portfolio = OffloadPortfolio(problem)
     link = Link(10.0, 0.0, host_bytes=state.randint(0, 60))
     smallest = portfolio.smallest(link)
-    assert transient_floor(problem)[0] <= smallest.peak_bytes <= portfolio.smallest(Link(0.0)).peak_bytes
+    assert floor_of(problem, offloading=True)[0] <= smallest.peak_bytes <= portfolio.smallest(Link(0.0)).peak_bytes
     assert_as_promised(problem, portfolio, smallest.peak_bytes, link)
     assert_as_promised(problem, portfolio, smallest.peak_bytes + 5, link)
 
@@ -93,7 +93,7 @@ def test_without_bandwidth_all_is_as_without_offload(problem: RematProblem) -> N
 
 def test_a_fast_link_costs_nothing_down_to_what_one_op_needs() -> None:
     problem = transformer(3)
-    floor = transient_floor(problem)[0]
+    floor = floor_of(problem, offloading=True)[0]
     assert floor < floor_bytes(problem)
     solution = OffloadPortfolio(problem).solve(floor, Link(math.inf))
     assert (solution.added_seconds, solution.lower_bound_seconds) == (0.0, 0.0)
@@ -136,13 +136,12 @@ def test_most_placements_wait_no_longer_than_the_best_of_all() -> None:
         state = random.Random(number)
         problem = random_problem(state, state.randint(2, 4))
         schedule = Schedule.save_all(problem)
-        peak, floor = simulate(problem, schedule).peak_bytes, transient_floor(problem)[0]
+        peak, floor = simulate(problem, schedule).peak_bytes, floor_of(problem, offloading=True)[0]
         if floor >= peak or stays_of_all(problem, schedule) > 5_000:
             continue
         budget_bytes, link = state.randint(floor, peak - 1), Link(state.choice([2.0, 5.0, 10.0, 30.0]))
         least = least_stalls(problem, schedule, budget_bytes, link)
-        seconds = arrays_of(problem).size / link.bytes_per_second
-        search = OffloadSearch(arrays_of(problem), budget_bytes, seconds)
+        search = OffloadSearch(arrays_of(problem), budget_bytes, link)
         search.consider("placed", to_array(schedule))
         assert least is not None
         assert search.best is not None
@@ -160,7 +159,7 @@ def test_most_tiny_graphs_are_solved_as_well_as_by_trying_everything() -> None:
     for number in range(90):
         state = random.Random(number)
         problem = random_problem(state, state.randint(2, 4))
-        peak, floor = simulate(problem, Schedule.save_all(problem)).peak_bytes, transient_floor(problem)[0]
+        peak, floor = simulate(problem, Schedule.save_all(problem)).peak_bytes, floor_of(problem, offloading=True)[0]
         if floor >= peak or stays_of_all(problem, Schedule.save_all(problem)) > 400:
             continue
         budget_bytes, link = state.randint(floor, peak - 1), Link(state.choice([2.0, 5.0, 10.0, 30.0]))

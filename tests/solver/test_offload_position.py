@@ -2,15 +2,14 @@ import math
 
 import pytest
 
-from memopt.solver.lower_bound import HeldBytes
-from memopt.solver.offload_bound import _Position
+from memopt.solver.lower_bound import HeldBytes, _Position
 from memopt.solver.problem import Link
 from tests.solver.small import small_step
 
 
 def at_d() -> _Position:
     """The moment of d, which needs 108 bytes; a, of 4 bytes and 1 second, is held, recomputed or on the host then."""
-    return _Position(small_step(), 3, HeldBytes(small_step()), seconds_before=7.0, seconds_after=24.0)
+    return _Position(small_step(), 3, HeldBytes(small_step()))
 
 
 @pytest.mark.parametrize(
@@ -26,4 +25,4 @@ def at_d() -> _Position:
     ],
 )
 def test_the_bound_of_one_moment(budget_bytes: int, link: Link, seconds: float) -> None:
-    assert at_d().added_seconds_over(budget_bytes, link) == pytest.approx(seconds, abs=1e-9)
+    assert at_d().added_seconds(budget_bytes, link) == pytest.approx(seconds, abs=1e-9)

@@ -29,7 +29,8 @@ def test_transfers_go_where_the_queue_is_idle() -> None:
     assert [earliest(queue, 0.0, 2.0), earliest(queue, 0.0, 3.0), earliest(queue, 2.5, 2.0)] == [0.0, 7.0, 3.0]
     assert [latest(queue, 9.0, 2.0), latest(queue, 6.0, 2.0), latest(queue, 6.0, 3.0)] == [7.0, 3.0, -1.0]
     booked(queue, 3.0, 2.0)
-    assert (queue.stretches[0], queue.begin[0], queue.end[0]) == (1, 2.0, 7.0)
+    assert (queue.stretches[0], *queue.begin[:3], *queue.end[:3]) == (3, 2.0, 3.0, 5.0, 3.0, 5.0, 7.0)
+    assert [earliest(queue, 1.0, 2.0), latest(queue, 7.0, 2.0)] == [7.0, 0.0]
 
 
 @given(st.integers(0, 10**6))

@@ -1,14 +1,17 @@
+import math
+
 import numpy as np
 
 from memopt.solver.arrays import arrays_of
 from memopt.solver.offload_search import OffloadCandidate, OffloadSearch
+from memopt.solver.problem import Link
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 ORDER = np.array(SAVE_ALL)
 
 
 def search_at(cap_bytes: int, seconds: float, host_bytes: int | None = None) -> OffloadSearch:
-    return OffloadSearch(arrays_of(small_step()), cap_bytes, np.full(5, seconds), host_bytes)
+    return OffloadSearch(arrays_of(small_step()), cap_bytes, Link(math.inf, seconds, host_bytes))
 
 
 def test_a_value_that_is_too_much_is_offloaded() -> None:

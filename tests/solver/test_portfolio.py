@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -160,3 +161,19 @@ def test_a_step_without_ops() -> None:
     solution = Portfolio(RematProblem((), (), 0, resident_bytes=5)).solve(5)
     assert solution.schedule == Schedule(())
     assert solution.peak_bytes == 5
+
+
+def test_where_nothing_can_be_recomputed_everything_is_saved() -> None:
+    problem = chain(6)
+    problem = replace(problem, ops=tuple(replace(op, recomputable=False) for op in problem.ops))
+    saved = simulate(problem, Schedule.save_all(problem))
+    portfolio = Portfolio(problem)
+    solution = portfolio.solve(saved.peak_bytes)
+    assert (solution.schedule, solution.added_seconds) == (Schedule.save_all(problem), 0.0)
+    assert (solution.method, solution.lower_bound_seconds) == ("save all", 0.0)
+    assert portfolio.smallest() == solution
+    assert [baseline.name for baseline in portfolio.baselines()] == ["save all"]
+    with pytest.raises(Infeasible) as error:
+        portfolio.solve(saved.peak_bytes - 1)
+    assert error.value.smallest_peak_bytes == error.value.floor_bytes == saved.peak_bytes
+    assert error.value.dominating_op == saved.peak_position

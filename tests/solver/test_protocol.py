@@ -18,15 +18,12 @@ from memopt.solver import (
     OffloadPortfolio,
     Portfolio,
     RematProblem,
-    SaveAll,
     Schedule,
     Solver,
     SolverError,
     simulate,
 )
-from memopt.solver.chain_plans import NestedChain
-from memopt.solver.min_cut import MinimumCut
-from memopt.solver.protocol import MOST_CANDIDATES, UserSolvers, baseline_solvers, checked_solvers, proposed
+from memopt.solver.protocol import MOST_CANDIDATES, UserSolvers
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 
@@ -59,14 +56,6 @@ class Nameless:
 
 def plain_peak(problem: RematProblem) -> int:
     return simulate(problem, Schedule.save_all(problem)).peak_bytes
-
-
-def test_ours_are_solvers_too() -> None:
-    problem = chain(8)
-    for solver in (*baseline_solvers(problem), MinimumCut(), NestedChain()):
-        assert isinstance(solver, Solver)
-        assert checked_solvers([solver]) == (solver,)
-        assert proposed(solver, problem, plain_peak(problem))
 
 
 def test_a_faster_schedule_of_a_users_solver_wins_under_its_name() -> None:
@@ -134,22 +123,15 @@ def test_nonsense_is_named(proposal: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("solver", [Fixed, Nameless(), object(), Fixed([], ""), Fixed([], "a, b"), Fixed([], 3)])  # type: ignore[arg-type]
-@pytest.mark.parametrize("portfolio", [Portfolio, SaveAll])
-def test_what_is_no_solver_is_refused_at_once(portfolio: type[Portfolio], solver: Solver) -> None:
+def test_what_is_no_solver_is_refused_at_once(solver: Solver) -> None:
     with pytest.raises(SolverError):
-        portfolio(chain(4), [solver])
+        Portfolio(chain(4), [solver])
 
 
 def test_an_endless_solver_is_read_so_far() -> None:
     problem = chain(4)
-    assert len(proposed(Fixed(repeat(Schedule.save_all(problem))), problem, 0)) == MOST_CANDIDATES
-
-
-def test_what_saves_all_takes_solvers_and_asks_none() -> None:
-    problem = chain(4)
-    solver = Fixed([Schedule.save_all(problem)])
-    assert SaveAll(problem, [solver]).solve(plain_peak(problem)).method == "save all"
-    assert solver.asked == []
+    users = UserSolvers(problem, [Fixed(repeat(Schedule.save_all(problem)))])
+    assert len(users.at(0)) == MOST_CANDIDATES
 
 
 def test_a_users_offloads_are_judged_over_the_link() -> None:
@@ -159,11 +141,12 @@ def test_a_users_offloads_are_judged_over_the_link() -> None:
     own = OffloadPortfolio(problem).solve(budget_bytes, link)
     known = OffloadPortfolio(problem).solve(budget_bytes, link).schedule
     assert known.offloads
-    mine = OffloadPortfolio(problem, solvers=[Fixed([known], "mine")])
+    mine = OffloadPortfolio(problem, Portfolio(problem, [Fixed([known], "mine")]))
     assert mine.solve(budget_bytes, link).added_seconds <= own.added_seconds
     # Over no link, or where the host has no room, it is dropped.
     for poor in (Link(0.0), Link(5.0, host_bytes=1)):
-        assert OffloadPortfolio(problem, solvers=[Fixed([known])]).solve(budget_bytes, poor).added_seconds < 1e9
+        portfolio = Portfolio(problem, [Fixed([known])])
+        assert OffloadPortfolio(problem, portfolio).solve(budget_bytes, poor).added_seconds < 1e9
     assert not Portfolio(problem, [Fixed([known])]).solve(budget_bytes).schedule.offloads
 
 
@@ -174,7 +157,8 @@ def test_a_users_offloads_win_under_its_name() -> None:
     schedule = Schedule(tuple(range(len(problem.ops))), (Offload(0, 1, 3, len(problem.ops) - 3, len(problem.ops) - 1),))
     budget_bytes = simulate(problem, schedule, Link(1e9)).peak_bytes
     assert budget_bytes < peak_bytes
-    solution = OffloadPortfolio(problem, solvers=[Fixed([schedule], "mine")]).solve(budget_bytes, Link(1e9), "fast")
+    portfolio = Portfolio(problem, [Fixed([schedule], "mine")])
+    solution = OffloadPortfolio(problem, portfolio).solve(budget_bytes, Link(1e9), "fast")
     assert solution.method == "mine"
     assert solution.added_seconds == 0.0
 

@@ -4,7 +4,8 @@ import numpy as np
 
 from memopt.solver import search as searches
 from memopt.solver.arrays import arrays_of
-from memopt.solver.search import LENGTH_EXPONENTS, NEAREST_POWERS, Candidate, Search, candidate
+from memopt.solver.polish import LENGTH_EXPONENTS
+from memopt.solver.search import NEAREST_POWERS, Candidate, Search, candidate
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from memopt.solver.problem import Link, Offload, Schedule
-from memopt.solver.simulator import stall_seconds, time_line
+from memopt.solver.simulator import time_line
 from tests.solver.small import SAVE_ALL, small_step
 
 
@@ -19,14 +19,14 @@ from tests.solver.small import SAVE_ALL, small_step
 )
 def test_compute_waits_for_both_copies(link: Link, stalled: float) -> None:
     offloads = (Offload(0, out_after=1, freed_before=2, fetch_from=3, back_before=4),)
-    assert stall_seconds(small_step(), Schedule(SAVE_ALL, offloads), link) == stalled
+    assert time_line(small_step(), Schedule(SAVE_ALL, offloads), link).stall_seconds == stalled
 
 
 def test_a_queue_moves_one_storage_at_a_time_by_deadline() -> None:
     late, soon = Offload(0, 1, 3, 3, 4), Offload(1, 1, 2, 2, 3)
     # b's copy out runs from 3 to 5, and c waits until 5; a's runs from 5 to 9, and d waits for nothing (c ends at 9).
     # b is fetched from 5 to 7, before c ends; a from 9 to 13, before d ends.
-    assert stall_seconds(small_step(), Schedule(SAVE_ALL, (late, soon)), Link(1.0)) == 2.0
+    assert time_line(small_step(), Schedule(SAVE_ALL, (late, soon)), Link(1.0)).stall_seconds == 2.0
 
 
 def test_when_everything_runs() -> None:
