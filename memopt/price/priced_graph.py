@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -23,10 +22,10 @@ from passes.graphs.node_facts import graph_results, is_tangent
 class ParameterSteps:
     """The parameters of a region that the optimizer steps within its backward; by default none."""
 
-    inside: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    inside: Mapping[int, int] = field(default_factory=dict)
     """Position of the gradient among the results → number of the parameter among the inputs, for parameters that may be
     stepped before the backward ends."""
-    workspaces: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    workspaces: Mapping[int, int] = field(default_factory=dict)
     """Number of the parameter among the inputs → bytes that its step takes beside it, its gradient and its state."""
 
 
@@ -34,15 +33,10 @@ class MemoryUses:
     """Which nodes of a joint graph read which storages; nodes that no schedule names, such as views, are included."""
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
-        self.storages = storages
-        self.readers = storages.readers
-        output = graph.output_node()
-        results = graph_results(graph)
-        self.output = output
-        self.results: list[Any] = list(results)
-        self.inputs = [node for node in graph.nodes if node.op == "placeholder" and not is_tangent(node)]
-        nodes = (result for result in results if isinstance(result, fx.Node))
-        self.returned = Counter(index for node in nodes for index in storages.of.get(node, ()))
+        self.storages, self.readers = storages, storages.readers
+        self.output, self.results = graph.output_node(), graph_results(graph)
+        self.inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        self.returned = Counter(index for result in self.results for index in storages.of.get(result, ()))
 
     def before_step(self, position: int, number: int) -> list[fx.Node] | None:
         """The nodes that must run before the optimizer steps the parameter at input `number` with the gradient at
@@ -221,12 +215,12 @@ class PricedGraph:
     """The module path of each op, "" where none is known."""
     values: tuple[str, ...] = ()
     """For each storage the node whose tensor it is, "" for one that cannot be offloaded (`Storage.movable`)."""
-    steps: Mapping[int, PricedParameterStep] = field(default_factory=lambda: MappingProxyType({}))
-    """The parameter steps, by the number of their op; read-only."""
-    outputs: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    steps: Mapping[int, PricedParameterStep] = field(default_factory=dict)
+    """The parameter steps, by the number of their op."""
+    outputs: Mapping[int, int] = field(default_factory=dict)
     """For one of several regions, position of an output that is held in the call's forward only → the number of its
     storage in the problem."""
-    given: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    given: Mapping[int, int] = field(default_factory=dict)
     """Number of an input that is an output of another region → the number of a storage of no bytes, which the ops that
     read the input read."""
     hosted: tuple[int, ...] = ()
@@ -302,38 +296,16 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]
     after = [_op(reads=(backward,))]
     if number == 0:
         after.append(_op(workspace_bytes=around.before))
-    split = problem.forward_ops + (problem.tangents if last else 0)  # its tangents come before the backward begins
-    pieces = (before, (0, problem.forward_ops), between, (problem.forward_ops, split), back, (split, None), after)
-    ops, nodes, modules = _joined(pieces, priced)
-    problem = replace(
-        problem,
-        ops=ops,
-        storages=(*problem.storages, *storages),
-        forward_ops=problem.forward_ops + len(before) + len(between),
-    )
+    end = problem.forward_ops
+    split = end + (problem.tangents if last else 0)  # its tangents come before the backward begins
+    inside = list(zip(problem.ops, priced.nodes, priced.modules, strict=True))
+    rows = [*before, *inside[:end], *between, *inside[end:split], *back, *inside[split:], *after]
+    ops, nodes, modules = zip(*rows, strict=True)
+    problem = RematProblem(ops, (*problem.storages, *storages), end + len(before) + len(between))
     values = (*priced.values, *("" for _ in storages))
     return replace(priced, problem=problem, nodes=nodes, modules=modules, values=values)
 
 
-def _joined(
-    pieces: Iterable[list[Op] | tuple[int, int | None]], priced: PricedGraph
-) -> tuple[tuple[Op, ...], tuple[str, ...], tuple[str, ...]]:
-    """The ops of `pieces`, with their nodes and modules. A piece is a range of the region's own ops, or ops of eager
-    code, which have neither."""
-    ops: list[Op] = []
-    nodes: list[str] = []
-    modules: list[str] = []
-    for piece in pieces:
-        if isinstance(piece, tuple):
-            ops += priced.problem.ops[slice(*piece)]
-            nodes += priced.nodes[slice(*piece)]
-            modules += priced.modules[slice(*piece)]
-        else:
-            ops += piece
-            nodes += [""] * len(piece)
-            modules += [""] * len(piece)
-    return tuple(ops), tuple(nodes), tuple(modules)
-
-
-def _op(reads: tuple[int, ...] = (), makes: tuple[int, ...] = (), workspace_bytes: int = 0) -> Op:
-    return Op(EAGER, 0.0, reads, makes, workspace_bytes, recomputable=False)
+def _op(reads: tuple[int, ...] = (), makes: tuple[int, ...] = (), workspace_bytes: int = 0) -> tuple[Op, str, str]:
+    """An op of eager code, which has neither a node nor a module."""
+    return Op(EAGER, 0.0, reads, makes, workspace_bytes, recomputable=False), "", ""
