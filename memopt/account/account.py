@@ -17,6 +17,8 @@ from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.training_state import undo_bytes
 
+OUTPUTS, GRADIENTS = "outputs", "gradients"
+"""The rows of what the forward returns, and of the parameters' gradients."""
 # Bytes for scalars and small constants that torch holds beside the graph's tensors.
 BOOKKEEPING_BYTES = 16 * 1024
 _COPIES = 2
@@ -87,14 +89,44 @@ class Account:
     process uses: many of the bytes above lie in them already. None otherwise."""
 
     @property
+    def _fixed_rows(self) -> dict[str, int]:
+        return {
+            "parameters": self.parameters,
+            "buffers": self.buffers,
+            "inputs": self.inputs,
+            "optimizer state": self.optimizer_state,
+            "buckets": self.buckets,
+            "clones of outputs": self.output_clones,
+            "forwards in waiting": self.other_forwards,
+            "elsewhere": self.elsewhere,
+            "reserve": self.reserve,
+            "rounding of blocks": self.rounding,
+            "fragmentation": self.fragmentation,
+            "unforeseen": self.unforeseen,
+            "tolerance": self.tolerance,
+        }
+
+    @property
+    def resident_rows(self) -> dict[str, int]:
+        """The bytes, by row, that are held from the first op of the forward to the last of the backward."""
+        lowering = "added by lowering" if self.lowering > 0 else "less by lowering"
+        held = self.gradients if self.gradients_held else 0
+        whole = {"gathered parameters": self.gathered + self.kept, "gradients being reduced": self.exchange}
+        return {**self._fixed_rows, **whole, lowering: self.lowering, GRADIENTS: held}
+
+    def optimizer_rows(self, outputs: int) -> dict[str, int]:
+        """The bytes, by row, while the optimizer steps and the caller still holds outputs of `outputs` bytes."""
+        return {
+            **self._fixed_rows,
+            GRADIENTS: self.gradients - self.into_buckets,
+            OUTPUTS: outputs,
+            "optimizer temporaries": self.optimizer_temporaries,
+        }
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes held from the first op of the forward to the last of the backward."""
-        held = self.gradients if self.gradients_held else 0
-        fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
-        wrapper = self.buckets + self.output_clones + self.gathered + self.kept + self.exchange
-        allocator = self.rounding + self.fragmentation
-        beside = wrapper + self.other_forwards + self.elsewhere + self.unforeseen + self.tolerance
-        return fixed + held + beside + self.lowering + allocator
+        return sum(self.resident_rows.values())
 
     @property
     def caching(self) -> bool:
@@ -122,11 +154,7 @@ class Account:
 
     def optimizer_step_bytes(self, outputs: int) -> int:
         """The peak in bytes of `optimizer.step()` while the caller holds the inputs, and outputs of `outputs` bytes."""
-        left = self.gradients - self.into_buckets
-        resident = replace(
-            self, gradients=left, gradients_held=True, lowering=0, gathered=0, kept=0, exchange=0
-        ).resident_bytes
-        return resident + outputs + self.optimizer_temporaries
+        return sum(self.optimizer_rows(outputs).values())
 
 
 Count = Callable[[Any, Iterable[torch.Tensor], str, Collection[torch.Tensor]], OptimizerAccount]
@@ -197,17 +225,14 @@ def for_card(account: Account, card: Hardware) -> Account:
 
 
 def _summed_bytes(trained: Iterable[torch.Tensor]) -> int:
-    """The bytes of the sums over ranks that an optimizer makes of gradients. Sequence parallelism leaves on each rank
-    a part of the gradient of a parameter that every rank has whole. At most `_SUMS` such sums are there at once."""
-    return _SUMS * max((shard_of(value).nbytes for value in trained if is_replicated(value)), default=0)
+    """The bytes of the sums over ranks that an optimizer makes of gradients, at most three at once. Sequence
+    parallelism leaves on each rank a part of the gradient of a parameter that every rank has whole."""
+    return 3 * max((shard_of(value).nbytes for value in trained if is_replicated(value)), default=0)
 
 
-_SUMS = 3
-
-
-def in_blocks(sizes: Iterable[int], card: Hardware) -> int:
-    """The sum of sizes in bytes, each rounded up as the allocator of the card does."""
-    block = device_of(card).block_bytes
+def in_blocks(sizes: Iterable[int], device: Hardware | torch.device) -> int:
+    """The sum of sizes in bytes, each rounded up as the allocator of the device does."""
+    block = device_of(device).block_bytes
     return sum(-(-size // block) * block for size in sizes)
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
-from memopt.account.card_state import WINDOW_BYTES, CardState, HeldSegment
+from memopt.account.card_state import WINDOW_BYTES, CardState, HeldSegment, rounded_bytes
 from memopt.device.cuda import BLOCK_BYTES
 
 MB = 1024**2
-ROUNDING_BYTES = BLOCK_BYTES
-"""Every block is a multiple of this (`kMinBlockSize`)."""
 SMALL_BYTES = MB
 """The largest block of the small pool, which has segments of its own (`kSmallSize`)."""
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MB, 20 * MB  # kSmallBuffer, kLargeBuffer; also the pages of expandable segments
@@ -23,11 +21,6 @@ _OWN_SEGMENT = 10 * MB  # a block of this size or more has a segment of its own 
 _OWN_ROUNDING = 2 * MB  # kRoundLarge
 _ADDRESSES = 2**22 * _LARGE_SEGMENT  # room of an expandable segment: more than any card has, in whole pages
 _ABOVE = 2**24 * _LARGE_SEGMENT  # segments that are there from the start lie above, and new ones below
-
-
-def rounded_bytes(nbytes: int) -> int:
-    """Bytes of the block for a request: the next multiple of 512, and 0 for 0."""
-    return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
 
 
 class CardFullError(MemoryError):
@@ -215,7 +208,7 @@ class CachingAllocator:
         small = size <= SMALL_BYTES
         block = self._best_fit(size, small) or self._grow(size, small)
         rest = block.size - size
-        if rest >= ROUNDING_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
+        if rest >= BLOCK_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
             self._add_free(self._cut(block, size))
         block.free = False
         self.allocated_bytes += block.size

@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -33,10 +32,8 @@ from memopt.device.workspace_rules import SCALARS
 def allocated_bytes(device: torch.device) -> int | None:
     """The bytes that are allocated now: on CUDA by torch, on the CPU by `malloc` in the whole process, for any purpose.
 
-    On CUDA they are the bytes requested. Blocks that the allocator does not split are up to a megabyte larger; the
-    account has the difference in its row for the rounding of blocks. On the CPU only differences between two readings
-    are of use, and a few kB of them are Python's own. None on other devices, and on the CPU without glibc 2.33 or
-    later."""
+    On CUDA they are the bytes requested. On the CPU only differences between two readings are of use, and a few kB of
+    them are Python's own. None on other devices, and on the CPU without glibc 2.33 or later."""
     kind = device_of(device)
     if kind.caching:
         return kind.requested_bytes(device)
@@ -64,18 +61,11 @@ class AllocationLimit:
         if self._device.type != HOST.type or (mapped := _mapped_bytes()) is None:
             return None
         if self._unmapped is None:
-            if (allocatable := _allocatable_bytes()) is None:
+            info = read() if (read := _mallinfo2()) else None
+            if info is None or not (allocatable := info.uordblks + info.hblkhd + info.fordblks):
                 return None
             self._unmapped = allocatable - mapped[0]
         return self._unmapped + sum(mapped)
-
-
-def _allocatable_bytes() -> int | None:
-    """The bytes that `malloc` has allocated, and those that it can allocate before it maps more memory."""
-    if (read := _mallinfo2()) is None:
-        return None
-    info = read()
-    return int(info.uordblks + info.hblkhd + info.fordblks) or None
 
 
 def _mapped_bytes() -> tuple[int, int] | None:
@@ -170,7 +160,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
             # A fake has no value: a number of its dtype.
             return 0.5 if given[0].dtype.is_floating_point else given[0].dtype == torch.bool or 1
         alone = func.namespace != "c10d"  # a collective on real values would wait for other ranks
-        if given and alone and all(map(_is_real_number, given)) and not _names_other_device((*args, *kwargs.values())):
+        devices = (value.type for value in (*args, *kwargs.values()) if isinstance(value, torch.device))
+        if given and alone and all(map(_is_real_number, given)) and all(kind == HOST.type for kind in devices):
             return _run_real(func, args, kwargs)
         result = func(*args, **kwargs)
         made = list(tensors_in(result))
@@ -264,8 +255,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return result
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The bytes of the operator's workspace: as measured while it ran, else by a rule, or 0 if `measure` will find
-        them later."""
+        """As `EagerBytes` finds them, but as measured while the operator ran; 0 if `measure` will find them later."""
         metered, self._metered = self._metered, None
         return super().workspace_bytes(func, args, kwargs, result) if metered is None else metered
 
@@ -344,10 +334,6 @@ def _sizes_of_special(values: Any) -> set[tuple[int, ...]]:
 
 def _is_real_number(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.numel() == 1 and is_on_host(tensor)
-
-
-def _names_other_device(arguments: Iterable[Any]) -> bool:
-    return any(isinstance(value, torch.device) and value.type != HOST.type for value in arguments)
 
 
 def _run_real(func: Any, args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from heapq import nlargest
 import torch
 from torch import nn
 
-from memopt.account.account import BOOKKEEPING_BYTES, Account
+from memopt.account.account import BOOKKEEPING_BYTES, Account, in_blocks
 from memopt.account.eager_bytes import allocated_bytes
 from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_trial import LiveOptimizer, steps_any
@@ -88,11 +88,6 @@ def look(
     parameters = list(model.parameters())
     ids = set(map(id, parameters))
     optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
-    block = device_of(device).block_bytes
-
-    def in_blocks(sizes: Iterable[int]) -> int:
-        return sum(-(-nbytes // block) * block for nbytes in sizes)
-
     gradients = blocks_of(with_memory([one.grad for one in parameters if one.grad is not None]), device)
     own_blocks = gradients | blocks_of(with_memory([*parameters, *model.buffers(), *own]), device)
     states = (tensor for optimizer in optimizers for tensor in held_tensors(optimizer))
@@ -104,11 +99,11 @@ def look(
         for address, nbytes in blocks_of(tensors, device).items()
         if not (address in own_blocks or address in state or address in named or address in buckets)
     }
-    other = in_blocks(beside.values())
+    other = in_blocks(beside.values(), device)
     if plain_bytes:
         in_graphs = blocks_of([one for one in tensors if one.grad_fn is not None], device).keys() & beside.keys()
-        other -= min(plain_bytes, in_blocks(beside[address] for address in in_graphs))
-    gradient_bytes = in_blocks(nbytes for address, nbytes in gradients.items() if address not in buckets)
+        other -= min(plain_bytes, in_blocks((beside[address] for address in in_graphs), device))
+    gradient_bytes = in_blocks((nbytes for address, nbytes in gradients.items() if address not in buckets), device)
     other += others_bytes
     if device_of(device).caching:
         in_buckets = sum(nbytes for address, nbytes in own_blocks.items() if address in buckets)
@@ -119,7 +114,7 @@ def look(
     of_modules = blocks_of([one for one in tensors if isinstance(one, nn.Parameter)], device).keys() & beside.keys()
     in_modules = sum(beside[address] for address in of_modules)
     live = tuple(map(LiveOptimizer.of, optimizers))
-    return Elsewhere(other, in_blocks(state.values()), gradient_bytes, largest, live, in_modules, looked=True)
+    return Elsewhere(other, in_blocks(state.values(), device), gradient_bytes, largest, live, in_modules, looked=True)
 
 
 def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device: torch.device) -> tuple[str, ...]:

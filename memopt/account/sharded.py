@@ -84,16 +84,18 @@ class Sharding:
     def gathered_bytes(self) -> int:
         """The most bytes of gathered (unsharded) parameters at once: the root's, those of one block, and the next
         block's, which is prefetched."""
-        root = self.root.gathered_bytes if self.root else 0
-        return root + 2 * max((group.gathered_bytes for group in self.blocks), default=0)
+        return (self.root.gathered_bytes if self.root else 0) + 2 * self._largest_bytes
+
+    @property
+    def _largest_bytes(self) -> int:
+        return max((group.gathered_bytes for group in self.blocks), default=0)
 
     def kept_bytes(self, count: int) -> int:
         """The bytes beyond `gathered_bytes` that it takes to keep the last `count` blocks gathered until their
         backward. The parameters of these blocks then exist at once, and one buffer into which another block is
         gathered."""
-        kept = [group.gathered_bytes for group in self.blocks[len(self.blocks) - count :]] if count else []
-        largest = max((group.gathered_bytes for group in self.blocks), default=0)
-        return max(0, sum(kept) - largest)
+        kept = sum(group.gathered_bytes for group in self.blocks[len(self.blocks) - count :])
+        return max(0, kept - self._largest_bytes)
 
     @cached_property
     def exchange_bytes(self) -> int:
@@ -130,14 +132,13 @@ def _group(name: str, parameters: Sequence[torch.Tensor], cards: int, dtype: tor
     return ParameterGroup(
         name,
         frozenset(shards),
-        sum(cards * shard.numel() * _computed(shard, dtype).itemsize for shard in shards.values()),
+        sum(
+            cards * shard.numel() * (dtype if shard.dtype.is_floating_point else shard.dtype).itemsize
+            for shard in shards.values()
+        ),
         sum(cards * shards[id(parameter)].numel() * REDUCED.itemsize for parameter in trained),
         sum(shards[id(parameter)].nbytes for parameter in trained),
     )
-
-
-def _computed(parameter: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if parameter.dtype.is_floating_point else parameter.dtype
 
 
 def _shard(parameter: torch.Tensor, cards: int) -> torch.Tensor:

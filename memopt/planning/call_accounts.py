@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from memopt.account.account import Account, Trains, account_of, in_blocks
-from memopt.account.card_snapshot import card_state
-from memopt.account.card_state import CardState
+from memopt.account.card_state import CardState, card_state
 from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of

@@ -22,8 +22,8 @@ from memopt.account.allocator_replay import (
     step_ways,
 )
 from memopt.account.breakdown import breakdown
-from memopt.account.caching_allocator import SMALL_BYTES, CardFullError, rounded_bytes
-from memopt.account.card_state import CardState, Kind
+from memopt.account.caching_allocator import SMALL_BYTES, CardFullError
+from memopt.account.card_state import CardState, Kind, rounded_bytes
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of
 from memopt.errors import GIB, as_text_has_it

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, resident_rows
+from memopt.account.breakdown import ANY_LINK, kind_of
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts, operator_name
 from memopt.planning.on_card import on_card
@@ -34,11 +34,11 @@ def step_memory(
     the problem are ignored."""
     times = time_line(problem, schedule, link or ANY_LINK)
     return StepMemory(
-        resident={row: nbytes for row, nbytes in resident_rows(account).items() if nbytes},
+        resident={row: nbytes for row, nbytes in account.resident_rows.items() if nbytes},
         evaluations=_evaluations(problem, schedule, numbers, times),
         boundary=forward_evaluations(problem, schedule),
         ranges=_ranges(problem, schedule, numbers),
-        optimizer={row: nbytes for row, nbytes in optimizer_rows(account, problem.output_bytes).items() if nbytes},
+        optimizer={row: nbytes for row, nbytes in account.optimizer_rows(problem.output_bytes).items() if nbytes},
         seconds=sum(problem.ops[op].seconds for op in schedule.evaluations) + times.stall_seconds,
         copies=_copies(problem, schedule, numbers, times),
     )
