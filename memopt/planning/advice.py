@@ -125,14 +125,12 @@ class _Advice:
         open_to = {"link": own.link, "activations": own.activations, "frozen": own.frozen}
         hosting = lean.opened(**open_to).hosting_all()
         if hosting is not None:
-            lying = hosting.step.problem.problem.home_bytes
-            yield Way(
-                allow_exactly({*self.options.allow, name}),
-                hosting.smallest()[0],
-                "frozen parameters are held in host memory, and copied to the device before each use; the same bits",
-                None,
-                f"with {name!r} in allow, which holds up to {size(lying)} of frozen parameters on the host,",
+            lying = size(hosting.step.problem.problem.home_bytes)
+            changes = (
+                "frozen parameters are held in host memory, and copied to the device before each use; the same bits"
             )
+            sentence = f"with {name!r} in allow, which holds up to {lying} of frozen parameters on the host,"
+            yield Way(allow_exactly({*self.options.allow, name}), hosting.smallest()[0], changes, None, sentence)
 
     def on_a_larger_card(self, lean: Priced) -> Iterator[Way]:
         """Suggests the smallest card that holds the step, where the one that it is planned for cannot."""
@@ -144,13 +142,8 @@ class _Advice:
         least = min(larger, key=lambda one: one.memory_bytes)
         has = f"{least.memory_bytes / GIB:.4g} GB"
         sentence = f"on {least.name}, which has {has}, it fits in about {round_up(nbytes / GIB)} GB"
-        yield Way(
-            f'device="{least.name}"',
-            nbytes,
-            f"another card, which has {has}; the step holds about the same bytes",
-            None,
-            sentence,
-        )
+        changes = f"another card, which has {has}; the step holds about the same bytes"
+        yield Way(f'device="{least.name}"', nbytes, changes, None, sentence)
 
     def by_fused_kernels(self, lean: Priced) -> Iterator[Way]:
         """Suggests the fused kernels of the same optimizer, which need no temporaries."""
@@ -166,9 +159,8 @@ class _Advice:
         if lean.account.optimizer_state:
             sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which trains differently,"
             nbytes = self.with_optimizer(torch.optim.SGD, lean)
-            yield Way(
-                "torch.optim.SGD(…)", nbytes, "no state for each parameter; it trains differently", sentence=sentence
-            )
+            changes = "no state for each parameter; it trains differently"
+            yield Way("torch.optim.SGD(…)", nbytes, changes, sentence=sentence)
 
     def with_optimizer(self, optimizer: Any, lean: Priced) -> int:
         """The smallest budget in bytes for the step `lean` with another optimizer."""
@@ -222,13 +214,7 @@ def _name_of(optimizer: Any) -> str:
     return optimizer if isinstance(optimizer, str) else str(getattr(made, "__name__", "the optimizer"))
 
 
-def search_for(
-    recorded: Recorded,
-    *,
-    ahead: bool = False,
-    advise: bool = True,
-    budget_bytes: int | None = None,
-) -> PlanSearch:
+def search_for(recorded: Recorded, *, advise: bool, ahead: bool = False, budget_bytes: int | None = None) -> PlanSearch:
     """The search, yet to be run, for the plan of a recorded call under the options that it was recorded with.
 
     Args:

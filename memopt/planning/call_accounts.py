@@ -30,43 +30,23 @@ from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
 class Looks(Protocol):
-    """Finds the bytes on the model's device that belong to none of its training steps; `memopt.run` implements it."""
+    """Finds the bytes on the model's device that belong to none of its training steps. `memopt.run.share.Share` does,
+    and says what each member is."""
 
     @property
-    def fixed_bytes(self) -> int | None:
-        """The bytes that the user gave as `elsewhere_gb`, 0 for a plan for another device; None where `look` finds
-        them."""
-
+    def fixed_bytes(self) -> int | None: ...
     @property
-    def found(self) -> Elsewhere:
-        """The bytes outside of the step that the latest search of the device found; no bytes where the device is not
-        searched, because `fixed_bytes` is not None."""
-
+    def found(self) -> Elsewhere: ...
     @property
-    def tolerance_bytes(self) -> int:
-        """The bytes that plans leave free for tensors that appear on the device without being noticed; 0 where the
-        device is not searched."""
-
+    def tolerance_bytes(self) -> int: ...
     @property
-    def gradients_may_stay(self) -> bool:
-        """Whether parameters may still hold gradients when a later forward begins, as far as that is known."""
-
+    def gradients_may_stay(self) -> bool: ...
     @property
-    def keeps_graph(self) -> bool:
-        """Whether a backward of the model was seen to keep its graph (`retain_graph=True`)."""
-
-    def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
-        """Two numbers of bytes: those that the caller's own code, such as a loss function, allocates between a forward
-        and its backward; and those that it may need beyond that, 0 unless the first number is a guess. `tangent_bytes`
-        is the size of the gradients that the backward begins with."""
-
+    def keeps_graph(self) -> bool: ...
     @property
-    def note(self) -> str:
-        """A sentence for plans and errors on the bytes on the device that are no part of the step; empty where these
-        are next to none."""
-
-    def look(self, call: Call) -> Elsewhere:
-        """Looks for the bytes on the device that do not belong to the step of a call that begins now."""
+    def note(self) -> str: ...
+    def until_backward(self, tangent_bytes: int) -> tuple[int, int]: ...
+    def look(self, call: Call) -> Elsewhere: ...
 
 
 class CallAccounts:
@@ -141,7 +121,7 @@ class CallAccounts:
         call: Call,
         situation: Situation,
         joints: Sequence[JointGraph],
-        lowering_bytes: int = 0,
+        lowering_bytes: int,
     ) -> Account:
         """The account of a captured call, given the joint graphs of its regions: with all inputs of these graphs, and
         the clones of outputs that `DistributedDataParallel` makes. `lowering_bytes`: what compiled code holds beyond

@@ -270,12 +270,9 @@ class CallPlanner:
         """Everything that the plan of a call depends on, from which the key of the plan on disk is made."""
         chosen = self.optimizer_choice.chosen.names if self.optimizer_choice.chosen else ()
         elsewhere = in_steps(self.accounts.account(call, situation).elsewhere, self.terms.options.budget_bytes)
-        live = (
-            self.accounts.live_optimizer.departure(self.terms.model.parameters())
-            if self.accounts.live_optimizer
-            else ""
-        )
-        further = self.terms.backend, chosen, sorted(self.optimizer_choice.allowed), elsewhere, live
+        live = self.accounts.live_optimizer
+        departure = live.departure(self.terms.model.parameters()) if live else ""
+        further = self.terms.backend, chosen, sorted(self.optimizer_choice.allowed), elsewhere, departure
         return PlanJob(self.terms.model, call, situation, self.terms.options, self.terms.card, self.loss_fn, further)
 
     @property

@@ -17,7 +17,7 @@ from memopt.planning.joined import Joined
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import NEGLIGIBLE, smallest
-from memopt.planning.schedule_parts import evaluations_until_return, forward_evaluations, held_after_forward
+from memopt.planning.schedule_parts import evaluations_until_return, forward_evaluations, halves, held_after_forward
 from memopt.planning.stages import Priced, StepOfPlan
 from memopt.solver import RematProblem, Schedule, Solution, simulate
 from memopt.units import size
@@ -139,7 +139,7 @@ def _schedule(joined: Joined, before: Joined, schedule: Schedule, known: Sequenc
     """The evaluations of all forwards in order, then of all backwards from the last to the first. A region evaluates
     its operators in the order in which `schedule` evaluates those of the region of `before` that `known` gives for it;
     where `known` gives none, or one with other operators, each once in program order."""
-    parts = _parts(before, schedule)
+    parts = halves(before, schedule)
     forwards: list[int] = []
     backwards: list[list[int]] = []
     index_of = {owner: index for index, owner in enumerate(joined.owner)}
@@ -147,30 +147,18 @@ def _schedule(joined: Joined, before: Joined, schedule: Schedule, known: Sequenc
         problem = joined.prices[number].problem
         forward, backward = [*range(problem.forward_ops)], [*range(problem.forward_ops, len(problem.ops))]
         if at is not None and _same_ops(joined, number, before, at):
-            forward, backward = parts[at]
+            forward, backward = (
+                [before.owner[schedule.evaluations[position]][1] for position in half] for half in parts[at]
+            )
         forwards += [index_of[number, local] for local in forward]
         backwards.append([index_of[number, local] for local in backward])
     return Schedule((*forwards, *(index for part in reversed(backwards) for index in part)))
 
 
-def _parts(joined: Joined, schedule: Schedule) -> list[tuple[list[int], list[int]]]:
-    """For each region the ops of its own problem in the order in which they are evaluated: up to the last op of the
-    forward, and after it."""
-    forwards: list[list[int]] = [[] for _ in joined.prices]
-    backwards: list[list[int]] = [[] for _ in joined.prices]
-    begun = [priced.problem.forward_ops == 0 for priced in joined.prices]
-    for index in schedule.evaluations:
-        region, local = joined.owner[index]
-        (backwards if begun[region] else forwards)[region].append(local)
-        begun[region] |= local == joined.prices[region].problem.forward_ops - 1
-    return list(zip(forwards, backwards, strict=True))
-
-
 def _same_ops(joined: Joined, number: int, before: Joined, at: int) -> bool:
     """Whether two regions have the same operators, whatever their sizes."""
     one, other = joined.prices[number].problem, before.prices[at].problem
-    same = one.forward_ops == other.forward_ops and len(one.ops) == len(other.ops)
-    return same and all(ours.name == theirs.name for ours, theirs in zip(one.ops, other.ops, strict=True))
+    return one.forward_ops == other.forward_ops and [op.name for op in one.ops] == [op.name for op in other.ops]
 
 
 _SLACK = 0, 16, 8, 4, 2
@@ -292,8 +280,7 @@ def nothing_recomputed(priced: Priced, returned: int = 0) -> int:
 def tangent_bytes(plan: Plan) -> int:
     """The bytes of the gradients that the backward begins with, where the loss is computed outside of the model, else
     0; also 0 for a plan without its graphs."""
-    captured = None if plan.source is None else plan.captured
-    return 0 if captured is None else captured.tangent_bytes
+    return 0 if plan.captured is None else plan.captured.tangent_bytes
 
 
 def least_plan(plan: Plan, most_bytes: float = math.inf) -> Plan:
@@ -359,14 +346,12 @@ def retained_peak(plan: Plan, schedule: Schedule) -> int:
     counts a second time beside its copy that is fetched back."""
     assert plan.joined is not None
     problem = plan.joined.problem
-    boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1
+    boundary = forward_evaluations(problem, schedule)
     saved = {storage for storage, made in live_versions(problem, schedule, boundary) if made < boundary}
-    storages = tuple(
-        replace(storage, kept=storage.kept or number in saved) for number, storage in enumerate(problem.storages)
-    )
+    storages = [replace(one, kept=one.kept or number in saved) for number, one in enumerate(problem.storages)]
     late = [offload for offload in schedule.offloads if offload.storage in saved]
     early = replace(schedule, offloads=tuple(offload for offload in schedule.offloads if offload.storage not in saved))
-    peak = breakdown(replace(problem, storages=storages), early, plan.account).peak_bytes
+    peak = breakdown(replace(problem, storages=tuple(storages)), early, plan.account).peak_bytes
     return peak + sum(problem.storages[offload.storage].bytes for offload in late)
 
 

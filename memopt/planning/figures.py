@@ -64,9 +64,20 @@ def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: boo
     return replace(plan, receipt=(first, replace(captured, lever=PRECISION.name if low else CAPTURE), *rows))
 
 
-def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """The receipt's rows of the levers that a plan's schedule uses, in this order: reinplace, expandable_segments,
-    recompute, offload_activations, offload_parameters."""
+_OF_SCHEDULES = tuple(
+    lever.name for lever in (REINPLACE, EXPANDABLE_SEGMENTS, RECOMPUTE, OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS)
+)
+"""The levers that a plan's schedule uses, in the order of their rows in the receipt."""
+
+
+def schedule_levers(plan: Plan) -> tuple[str, ...]:
+    """The names of the levers that a plan's schedule uses, without recomputation."""
+    used = writes_over(plan), plan.account.expands, False, plan.moved_bytes, plan.hosted_bytes
+    return tuple(name for name, is_used in zip(_OF_SCHEDULES, used, strict=True) if is_used)
+
+
+def _schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
+    """The receipt's rows of the levers that a plan's schedule uses."""
     step, schedule = plan.solved
     rows = []
     if writes_over(plan):
@@ -88,20 +99,10 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
 
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
-    """`plan` with the levers and the receipt of `other`, a plan of the same step for another budget. The levers that
-    follow from a budget (offloads, expandable segments), and the receipt's rows of levers that a schedule uses, stay
-    those of `plan`."""
-    found = {
-        EXPANDABLE_SEGMENTS.name: plan.account.expands,
-        OFFLOAD_ACTIVATIONS.name: plan.moved_bytes > 0,
-        OFFLOAD_PARAMETERS.name: plan.hosted_bytes > 0,
-    }
-    scheduled = (REINPLACE.name, RECOMPUTE.name, *found)
-    before = tuple(row for row in other.receipt if row.lever not in scheduled)
-    levers = (
-        *(name for name in other.levers if name not in found),
-        *(name for name, is_used in found.items() if is_used),
-    )
+    """`plan` with the levers and the receipt of `other`, a plan of the same step for another budget. Levers that a
+    schedule uses, and their rows in the receipt, stay those of `plan`."""
+    before = tuple(row for row in other.receipt if row.lever not in _OF_SCHEDULES)
+    levers = (*(name for name in other.levers if name not in _OF_SCHEDULES), *schedule_levers(plan))
     rows = rows_to(plan, before) if before else ()
     return replace(plan, levers=levers, proposals=other.proposals, receipt=rows)
 
@@ -109,7 +110,7 @@ def with_rows_of(other: Plan, plan: Plan) -> Plan:
 def rows_to(plan: Plan, before: Sequence[ReceiptRow]) -> tuple[ReceiptRow, ...]:
     """The rows of a plan's receipt: `before`, those of the levers that rewrite graphs, then those that follow from the
     schedule. The last row shows the plan's own peak."""
-    *rows, last = (*before, *schedule_rows(plan))
+    *rows, last = (*before, *_schedule_rows(plan))
     return (*rows, replace(last, peak_bytes=plan.predicted_peak_bytes))
 
 

@@ -59,8 +59,7 @@ MadeT = TypeVar("MadeT", covariant=True)
 class _FrontierSource(Protocol[MadeT]):
     """A plan of the frontier's step with its graphs, from which further plans are made."""
 
-    def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> MadeT:
-        """The plan for a budget. Raises `BudgetError` where none fits."""
+    def at(self, budget_gb: float, *, effort: EffortName | None, limit_seconds: float | None) -> MadeT: ...
 
 
 @dataclass(frozen=True)

@@ -31,26 +31,16 @@ if TYPE_CHECKING:
 
 
 class PlanSource(Protocol):
-    """Answers questions about a plan's step that need its graphs; plans that were made in this process have one."""
+    """What answers, from a step's graphs, the questions that `Plan` asks by its methods of the same names; plans that
+    were made in this process have one."""
 
     @property
-    def priced(self) -> PricedStep:
-        """The step's graphs, with bytes and seconds for each operator."""
-
-    def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
-        """The plan of the same step for another budget. Raises `BudgetError` where none fits."""
-
-    def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
-        """The frontier of the plan's step: the least added time for each of `points` budgets."""
-
-    def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        """The peaks and added times that well-known recipes, such as checkpointing every block, reach on this step."""
-
-    def cards(self, plan: Plan) -> tuple[OnCard, ...]:
-        """The plan's step on each known card of the same device type: its bytes and seconds; see `Plan.cards`."""
-
-    def smallest_bytes(self, plan: Plan) -> int:
-        """The smallest budget in bytes that works for the plan's step."""
+    def priced(self) -> PricedStep: ...
+    def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan: ...
+    def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]: ...
+    def recipes(self, plan: Plan) -> tuple[Recipe, ...]: ...
+    def cards(self, plan: Plan) -> tuple[OnCard, ...]: ...
+    def smallest_bytes(self, plan: Plan) -> int: ...
 
 
 PLAIN_STEP, CAPTURE = "plain step", "one graph"

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, Way, would_do
 from memopt.levers.all import allow_exactly
-from memopt.levers.expandable_segments import EXPANDABLE_SEGMENTS, NOTE
+from memopt.levers.expandable_segments import NOTE
 from memopt.levers.lever import Lever
-from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
-from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, changes_of, least_with_levers
 from memopt.levers.reinplace import REINPLACE
-from memopt.planning.figures import plain_row, rows_to, writes_over
+from memopt.planning.figures import plain_row, rows_to, schedule_levers, writes_over
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
@@ -94,12 +92,11 @@ class PlanSearch:
 
     def fastest(self, recorded: Recorded, *, lowering_bytes: int = 0, decided: Decided | None = None) -> Plan:
         """The plan of a recorded call with the shortest step, over sets of levers and, where none of these fits, levers
-        on the optimizer. The search ends with the first plan that adds next to no time. `lowering_bytes`: what compiled
-        code holds beyond the peak of its schedule.
-
-        Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be traced.
+        on the optimizer. The search ends with the first plan that adds next to no time. Raises `BudgetError` where no
+        plan fits, and `CaptureError` where the call cannot be traced.
 
         Args:
+            lowering_bytes: what compiled code holds beyond the peak of its schedule.
             decided: the levers of a plan for other sizes of the call. If a plan with these levers fits and adds about
                 as little time, no others are tried, unless the inputs are smaller now."""
         if decided is not None and (plan := self._as_decided(recorded, decided, lowering_bytes)) is not None:
@@ -115,9 +112,8 @@ class PlanSearch:
         return self.best()[0]
 
     def _as_decided(self, recorded: Recorded, decided: Decided, lowering_bytes: int) -> Plan | None:
-        """The plan of a recorded call with the levers that were decided for other sizes of it. None where the inputs
-        are smaller than those were, since fewer levers might do, and where the plan does not fit or adds more time than
-        that for the other sizes. Raises `CaptureError` where the call cannot be traced."""
+        """The plan with the levers that were decided for other sizes of the call. None where the inputs are smaller
+        than those were, since fewer levers might do, and where it does not fit or adds more time than that for them."""
         traced = recorded.trace(decided.rewriting)
         account = traced.account(lowering_bytes)
         if account.inputs < decided.inputs:
@@ -140,9 +136,8 @@ class PlanSearch:
             self._notes |= dict.fromkeys(notes)
 
     def consider(self, priced: Priced) -> Plan | None:
-        """The plan of a step, without offloads, if it adds so little time (`NEGLIGIBLE`) that the search ends; None if
-        further sets of levers should be tried. If a lower bound proves that every plan of the step adds more time, the
-        step is not solved yet, but left to `best`."""
+        """The plan of a step, without offloads, if it ends the search by adding next to no time; else None. A step of
+        which a lower bound proves that no plan can do so is not solved yet, but left to `best`."""
         levers = priced.levers
         self._steps.append(priced)
         self._completed[levers.levers] = levers.levers[-1] if levers.levers else "", priced
@@ -181,18 +176,15 @@ class PlanSearch:
 
     def best(self) -> tuple[Plan, Rewriting]:
         """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
-
-        Where none of these fits, the plan with the first combination of allowed levers on the optimizer that makes one
-        fit. Raises `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that
-        would help, also with levers that `allow` lacks."""
+        Where none fits, that with the first combination of allowed levers on the optimizer that makes one fit. Raises
+        `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that would help."""
         self._solve_left(min((_seconds(plan) for plan, _ in self._plans), default=math.inf))
         self._offload()
         return self._fastest() if self._plans else self._with_proposals()
 
     def _offload(self) -> None:
-        """Plan the step with offloading under each set of levers, beside the plans found so far. Sets are left out for
-        which the budget is known to be too small, or whose step takes as long as the best plan's even where
-        nothing is recomputed or offloaded."""
+        """Plan the step with offloading under each set of levers, without those for which the budget is known to be too
+        small, or whose step takes as long as the best plan's even where nothing is recomputed or offloaded."""
         for priced in sorted(self._steps, key=_plain_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
             hopeless = priced.step.settings.link is None or id(priced.levers) in self._above
@@ -203,8 +195,8 @@ class PlanSearch:
 
     def _with_proposals(self) -> tuple[Plan, Rewriting]:
         """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
-        `BudgetError` where none do. The error also describes proposals that are not allowed, as far as `Tries` allow to
-        try them, but not where the budget is near the smallest that works: to give a little more memory is simpler."""
+        `BudgetError` where none do, which also describes proposals that are not allowed, as far as `Tries` allow; but
+        not near the smallest budget that works, as giving a little more memory is simpler."""
         tries, lean = Tries.beside(self._steps, self.effort), min(self._steps, key=Priced.smallest)
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
         helpful: list[tuple[PricedLevers, int]] = []
@@ -239,11 +231,10 @@ class PlanSearch:
             found[chosen.names] = least.smallest_bytes
             if allowed:
                 self._refused.append(least)
-            if least.smallest_bytes > self.budget_bytes:
-                continue
-            helpful.append((chosen, least.smallest_bytes))
-            if allowed:
-                return self._take(chosen)
+            if least.smallest_bytes <= self.budget_bytes:
+                helpful.append((chosen, least.smallest_bytes))
+                if allowed:
+                    return self._take(chosen)
         least = min(self._refused, key=lambda error: error.smallest_bytes)
         proposed = [_proposed(chosen, nbytes, self.budget_bytes, self.allow) for chosen, nbytes in helpful[:_SHOWN]]
         notes, advised = self.advice(self._steps, self._is_near(least.smallest_bytes), tries)
@@ -284,9 +275,8 @@ class PlanSearch:
         return self._narrowed_by_id[id(levers)]
 
     def _least(self, chosen: PricedLevers, steps: Sequence[Priced]) -> BudgetError | None:
-        """An error with the smallest budget for these steps with the chosen proposals, and what dominates it; the
-        budget may fit. Narrower parameters are tried on the step with the smallest budget only; None where they cannot
-        be captured."""
+        """An error with the smallest budget for these steps with the chosen proposals; the budget may fit. Narrower
+        parameters are tried on the step with the smallest budget only; None where they cannot be captured."""
         steps = [min(steps, key=Priced.smallest)] if chosen.narrows else steps
         found = [priced.smallest() for priced in self._with(chosen, steps)]
         return BudgetError(self.budget_bytes, *min(found)) if found else None
@@ -323,11 +313,7 @@ class PlanSearch:
             rows.append(plain_row(" + ".join(plan.proposals), plan.solved[0].plain, plan.account))
         segments = (NOTE,) if plan.account.expands else ()
         new = tuple(note for note in (*self._notes, *segments) if note not in plan.notes)
-        used = tuple(lever for lever in levers.levers if lever not in self._idle)
-        used += (REINPLACE.name,) if writes_over(plan) else ()
-        used += (EXPANDABLE_SEGMENTS.name,) if plan.account.expands else ()
-        used += (OFFLOAD_ACTIVATIONS.name,) if plan.moved_bytes else ()
-        used += (OFFLOAD_PARAMETERS.name,) if plan.hosted_bytes else ()
+        used = tuple(lever for lever in levers.levers if lever not in self._idle) + schedule_levers(plan)
         return replace(plan, levers=used, receipt=rows_to(plan, rows), notes=plan.notes + new)
 
 

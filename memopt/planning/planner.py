@@ -49,23 +49,22 @@ class Request:
         return self.account.optimizer_step_bytes(joined.problem.output_bytes) <= self.budget_bytes
 
     def is_hopeless(self, joined: Joined) -> bool:
-        """Whether no schedule can fit, as is known without a search: one operator alone, or the optimizer's step, needs
-        more than the budget. False where parameters are stepped within the backward, since nothing is known then."""
+        """Whether it is known without a search that no schedule can fit: one operator alone, or the optimizer's step,
+        needs more than the budget. False where parameters are stepped within the backward."""
         if joined.steps:
             return False
         bare = replace(self, account=without_allocator(self.account))
         return transient_floor(joined.problem)[0] > bare.graph_bytes or not bare.fits_optimizer_step(joined)
 
     def refusal(self, joined: Joined) -> BudgetError:
-        """The error for a budget that no schedule fits, with the smallest budget that works. On a card, torch's
-        allocator may fail at this budget and not at a smaller one: the error then names a larger one that works."""
+        """The error for a budget that no schedule fits, with the smallest budget that works; with a larger one where
+        torch's allocator on a card fails at this budget and not at a smaller one."""
         least, dominated_by = smallest(joined, self.account)
         if least > self.budget_bytes:
             return BudgetError(self.budget_bytes, least, dominated_by)
         works = _next_that_works(joined, self.account, self.budget_bytes)
-        return BudgetError(
-            self.budget_bytes, works, f"the gaps between the allocator's blocks, beside {dominated_by}", least=False
-        )
+        reason = f"the gaps between the allocator's blocks, beside {dominated_by}"
+        return BudgetError(self.budget_bytes, works, reason, least=False)
 
 
 def least_added_seconds(joined: Joined, request: Request) -> float:
@@ -90,10 +89,7 @@ def added_seconds_offloading(joined: Joined, request: Request) -> float | None:
 def solve(joined: Joined, request: Request) -> Solution:
     """The schedule with the least added time. Where values may be offloaded, it is an `OffloadSolution` if
     recomputation alone does not fit or adds more than the share `NEGLIGIBLE` of the step, or if parameters lie on the
-    host.
-
-    Raises `BudgetError` where no schedule fits, or the optimizer's own step is above the budget.
-    """
+    host. Raises `BudgetError` where no schedule fits, or the optimizer's own step is above the budget."""
     if not request.fits_optimizer_step(joined):
         raise request.refusal(joined)
     effort, tell = request.effort, request.tell
@@ -129,9 +125,7 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
     """The problem and its solution as from `solve_with_steps`, and the account with the allocator's overhead. Where
     torch's allocator would exceed the budget, the step is solved again for a smaller budget; if that finds no schedule,
     schedules found for other budgets are tried. Where the plan may choose the kind of segments, expandable ones are
-    tried if a schedule with ordinary ones does not fit, or adds time.
-
-    Raises `BudgetError` where no schedule fits."""
+    tried if a schedule with ordinary ones does not fit, or adds time. Raises `BudgetError` where no schedule fits."""
     if not request.account.caching and not joined.steps:  # no allocator to replay, and no step to place
         if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:
             raise request.refusal(joined)
@@ -160,18 +154,15 @@ def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Accoun
         return None
     for taken, solution in _with_less(joined, request):
         fitted = within(taken, solution.schedule, request.account, request.budget_bytes)
-        if (
-            fitted is not None
-            and breakdown(taken.problem, solution.schedule, fitted).peak_bytes <= request.budget_bytes
-        ):
+        if fitted is not None:
             return taken, solution, fitted
     return None
 
 
 def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
-    """The first solution whose allocations, replayed, fit the budget. The step is solved again for fewer bytes while
-    the allocator would exceed the budget, and for more where no schedule has so few. None after `_ROUNDS` attempts, or
-    after the first one for a budget below the smallest."""
+    """The first solution whose allocations, replayed, fit the budget, of up to `_ROUNDS` solved for fewer bytes while
+    the allocator would exceed the budget, and for more where no schedule has so few. None where there is none, and
+    after the first for a budget below the smallest."""
     account, budget_bytes = request.account, request.budget_bytes
     step = budget_bytes // 256
     allowance, too_small, too_large = 0, -1, 2 * budget_bytes
@@ -199,7 +190,8 @@ def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Accou
 
 def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The solution with the smallest peak, those for a few budgets between the smallest and the request's, and all
-    others that are known: a schedule that the allocator cannot run may lie between two that it can."""
+    without offloads that were found for other budgets: a schedule that the allocator cannot run may lie between two
+    that it can."""
     bare = without_allocator(request.account)
     taken, least = _smallest_peak(joined, offload=request.offload)
     yield taken, least
@@ -208,12 +200,6 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
         with suppress(BudgetError):
             tighter = replace(bare, fragmentation=spare * part // _PARTS)
             yield solve_with_steps(joined, replace(request, account=tighter))
-    yield from _known(joined, request)
-
-
-def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
-    """The schedules without offloads that were found while other budgets were solved for and are within this one, the
-    fastest first; none where the optimizer steps within the backward, and without torch's caching allocator."""
     if request.account.caching and isinstance(joined.portfolio, Portfolio) and not joined.steps:
         yield from ((joined, known) for known in joined.portfolio.known_within(request.graph_bytes))
 

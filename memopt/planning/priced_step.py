@@ -36,7 +36,7 @@ from memopt.price.priced_graph import (
     with_eager,
 )
 from memopt.solver import Link, Solver
-from passes.graphs.node_facts import is_random, is_tangent
+from passes.graphs.node_facts import graph_results, is_random, is_tangent
 
 _MOST_PRICED = 32
 """The number of settings by which a traced step stays priced: a few situations, and combinations of proposals."""
@@ -112,7 +112,7 @@ class TracedStep:
     def forget_solvers(self) -> None:
         """Free the solvers of all problems that were made from this step, as `Joined.forget_solvers` does."""
         for _, priced in self._priced.items():
-            for problem in priced.problems:
+            for problem in (priced.seen, priced.plain, *priced._leaving.values()):
                 problem.forget_solvers()
 
     @property
@@ -168,9 +168,8 @@ class TracedStep:
         return region.decisions if region.fused or not device_of(card).is_host else frozenset()
 
     def node_prices(self, number: int, settings: PriceSettings, *, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
-        """A function that gives the bytes and the seconds of each node of region `number`: with `as_seen` for the sizes
-        of the current batch, else for the largest ones that are planned for. Regions with the same graph and sizes
-        share one function."""
+        """A function that gives the price of each node of region `number`, for sizes as in `sizes_of`. Regions with the
+        same graph and sizes share one."""
         region = self.regions[number]
         of_device = PriceSettings(settings.hardware, settings.timed)
         key = of_device, id(region.module), tuple(self.sizes_of(number, as_seen=as_seen).items()), as_seen
@@ -229,11 +228,6 @@ class PricedStep:
         found = {number for number, one in region.frozen_ids.items() if one in self.settings.frozen}
         return hostable(region.module.graph, found - region.overwritten, self.settings.hardware.least_moved_bytes)
 
-    @property
-    def problems(self) -> tuple[Joined, ...]:
-        """All problems made of the step so far, also those that step some parameters at the end of the backward."""
-        return (self.seen, self.plain, *self._leaving.values())
-
     def under(self, account: Account) -> PricedStep:
         """The same step, priced for another account."""
         return self.traced.price(self.settings.under(account))
@@ -264,14 +258,15 @@ def _problem(
     only; `reinplace`: results may be written over operands."""
     prices = partial(_priced_region, traced, settings, as_seen=as_seen, left=left, reinplace=reinplace)
     joined = join([prices(number) for number in range(len(traced.regions))], traced.passed)
+    given, trained = _inputs(traced, as_seen=as_seen)
     return replace(
         joined,
         problem=with_meanwhile(joined.problem, settings.meanwhile),
         recompute=settings.recompute,
         solvers=settings.solvers,
         link=settings.link if settings.activations or settings.hosted else None,
-        given=_given(traced, as_seen=as_seen),
-        trained=_given(traced, as_seen=as_seen, trained=True),
+        given=given,
+        trained=trained,
         libraries=device_of(settings.hardware).library_workspaces(settings.hardware),
         left=left,
     )
@@ -304,21 +299,19 @@ def _priced_region(
     return with_eager(priced, number, traced.eager) if traced.eager else priced
 
 
-def _given(traced: TracedStep, *, as_seen: bool, trained: bool = False) -> tuple[int, ...]:
-    """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call; only of
-    those that get a gradient if `trained`."""
+def _inputs(traced: TracedStep, *, as_seen: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call; and of those
+    that get a gradient."""
     given: list[int] = []
+    trained: list[int] = []
     for number, region in enumerate(traced.regions):
-        (results,) = region.module.graph.output_node().args
-        assert isinstance(results, (tuple, list))
-        gradients = results[region.forward_outputs :]
+        gradients = graph_results(region.module.graph)[region.forward_outputs :]
+        inputs = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        receivers = [inputs[taker] for position, taker in region.receivers.items() if gradients[position] is not None]
         with traced.with_sizes(number, as_seen=as_seen):
-            inputs = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
-            if trained:
-                received = region.receivers.items()
-                inputs = [inputs[number] for position, number in received if gradients[position] is not None]
-            given += (storage_bytes(tensor) for node in inputs for tensor in tensors_of(node))
-    return tuple(given)
+            for nodes, found in ((inputs, given), (receivers, trained)):
+                found += (storage_bytes(tensor) for node in nodes for tensor in tensors_of(node))
+    return tuple(given), tuple(trained)
 
 
 def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
@@ -340,7 +333,7 @@ def _steps(traced: TracedStep, stepping: Stepping | None, region: JointGraph, le
     one region that is not fused, and not those whose input numbers are in `left`."""
     if stepping is None:
         return ParameterSteps()
-    given = [node for node in region.module.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+    given = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     sizes = {number: stepping.workspace_bytes(node.meta["val"]) for number, node in enumerate(given)}
     workspaces = {number: nbytes for number, nbytes in sizes.items() if nbytes is not None}
     inside = region.parameter_gradients if len(traced.regions) == 1 and not region.fused else {}

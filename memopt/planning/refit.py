@@ -14,7 +14,7 @@ from memopt.planning.figures import recounted
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import compiled_within
 from memopt.planning.plan import Plan
-from memopt.planning.schedule_parts import held_after_forward
+from memopt.planning.schedule_parts import halves, held_after_forward
 from memopt.solver import Schedule, simulate
 from memopt.solver.problem import BlockCall
 from memopt.solver.simulator import lifetimes
@@ -82,20 +82,13 @@ class _Regions:
 
     def __init__(self, joined: Joined, schedule: Schedule, live_bytes: Sequence[int]) -> None:
         self.live = live_bytes
-        self.owner = [joined.owner[index] for index in schedule.evaluations]
-        left = [set(range(priced.problem.forward_ops)) for priced in joined.prices]
-        self.halves: list[tuple[list[int], list[int]]] = [([], []) for _ in joined.prices]
-        """By region the positions of the forward's and of the backward's evaluations, with those of eager code beside
-        them."""
-        ops = joined.problem.ops
+        self.owner = [joined.owner[index][0] for index in schedule.evaluations]
+        self.halves = halves(joined, schedule)
+        """With the evaluations of eager code beside them."""
+        ops, storages = joined.problem.ops, joined.problem.storages
         self.eager = {at for at, index in enumerate(schedule.evaluations) if ops[index].name == EAGER}
-        for at, (region, op) in enumerate(self.owner):
-            self.halves[region][0 if left[region] else 1].append(at)
-            left[region].discard(op)
-        self.lives = [
-            (joined.problem.storages[storage].bytes, born, dies)
-            for storage, born, dies in lifetimes(joined.problem, schedule.evaluations, schedule.offloads)
-        ]
+        lives = lifetimes(joined.problem, schedule.evaluations, schedule.offloads)
+        self.lives = [(storages[storage].bytes, born, dies) for storage, born, dies in lives]
 
     def compiled(self, footprints: Sequence[Footprint | None]) -> tuple[int, int]:
         """The peak with these compiled regions, and the bytes that their forwards leave beyond the plan. Regions
@@ -128,7 +121,7 @@ class _Regions:
             nbytes
             for nbytes, born, dies in self.lives
             if born < first <= dies
-            and (born in self.eager or (self.owner[born][0] != region and not (self._is_late(born) and dies <= last)))
+            and (born in self.eager or (self.owner[born] != region and not (self._is_late(born) and dies <= last)))
         )
 
     def _left(self, forward: Sequence[int]) -> int:
@@ -138,8 +131,7 @@ class _Regions:
 
     def _is_late(self, position: int) -> bool:
         """Whether an evaluation is part of a backward."""
-        region, _ = self.owner[position]
-        forward = self.halves[region][0]
+        forward, _ = self.halves[self.owner[position]]
         return not forward or position > forward[-1]
 
 
@@ -171,10 +163,9 @@ class Refit(Generic[Made]):
     def judge(self, planned: Plan, compiled: Plan, made: Made) -> None:
         """Record a round: its plan (`planned`), the plan with its code's peak (`compiled`), and that code (`made`).
 
-        The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan. From the second round over
-        budget on, it also leaves free 1, 3, 7, … times this round's excess, since the code of a slightly smaller plan
-        often has the same peak. Once a round left too few bytes free and another enough, the next `lowering_bytes` lies
-        between these two numbers, if need be halfway.
+        The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan; from the second round over
+        budget on also 1, 3, 7, … times this round's excess, since the code of a slightly smaller plan often has the
+        same peak. Between a round that left too few bytes free and one that left enough, it is halfway if need be.
         """
         self._tried.add(planned.regions)
         uncompiled = planned.ceiling_bytes - planned.account.lowering

@@ -42,40 +42,37 @@ def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModu
     return (ApplyOffloads(*order, schedule.offloads) if schedule.offloads else ApplySchedule(*order))(joint.module)
 
 
+def halves(joined: Joined, schedule: Schedule) -> list[tuple[list[int], list[int]]]:
+    """For each region the positions in the schedule at which it evaluates operators: up to the last one of its forward,
+    and after it."""
+    found: list[tuple[list[int], list[int]]] = [([], []) for _ in joined.prices]
+    left = [set(range(priced.problem.forward_ops)) for priced in joined.prices]
+    for position, index in enumerate(schedule.evaluations):
+        region, local = joined.owner[index]
+        found[region][0 if left[region] else 1].append(position)
+        left[region].discard(local)
+    return found
+
+
 def split(joined: Joined, traced: TracedStep, schedule: Schedule) -> tuple[RegionSchedule, ...]:
     """The schedule of each region, from the one schedule of the joined problem."""
-    evaluations: list[list[str]] = [[] for _ in traced.regions]
-    boundaries = [0] * len(traced.regions)
-    remaining = [priced.problem.forward_ops for priced in joined.prices]
-    seen: set[int] = set()
-    for index in schedule.evaluations:
-        region, local = joined.owner[index]
-        name = joined.prices[region].nodes[local]
-        if name:
-            evaluations[region].append(name)
-        if index not in seen and local < joined.prices[region].problem.forward_ops:
-            remaining[region] -= 1
-            if remaining[region] == 0:
-                boundaries[region] = len(evaluations[region])
-        seen.add(index)
     offloads = _region_offloads(joined, schedule)
     steps = tuple(sorted(step.number for step in joined.steps.values()))
-    return tuple(
-        RegionSchedule(
-            region.fingerprint, tuple(names), boundary, tuple(offloads.get(number, ())), steps, priced.hosted
-        )
-        for number, (region, priced, names, boundary) in enumerate(
-            zip(traced.regions, joined.prices, evaluations, boundaries, strict=True)
-        )
-    )
+    found = []
+    for number, positions in enumerate(halves(joined, schedule)):
+        region, priced = traced.regions[number], joined.prices[number]
+        names = ([priced.nodes[joined.owner[schedule.evaluations[at]][1]] for at in half] for half in positions)
+        forward, backward = (tuple(filter(None, half)) for half in names)
+        stays = tuple(offloads.get(number, ()))
+        order = (*forward, *backward)
+        found.append(RegionSchedule(region.fingerprint, order, len(forward), stays, steps, priced.hosted))
+    return tuple(found)
 
 
 def _region_offloads(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
-    """Region → its offloads, with positions among its own evaluations; regions without offloads are left out.
-
-    An event while another region runs moves to the end of this region's forward or to the start of its backward: the
-    value's device memory is then free earlier, and for longer, than planned.
-    """
+    """Region → its offloads, with positions among its own evaluations; regions without offloads are left out. An event
+    while another region runs moves to the end of this region's forward or to the start of its backward: the value's
+    device memory is then free earlier, and for longer, than planned."""
     if not schedule.offloads:
         return {}
     regions = range(len(joined.prices))
@@ -206,9 +203,8 @@ def forward_evaluations(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def evaluations_until_return(problem: RematProblem, schedule: Schedule) -> int:
-    """How many evaluations come before the forward returns. Ops that only receive the gradients of its
-    outputs (`Op.is_receipt`) are not counted; their workspace includes what the caller's code allocates before the
-    backward."""
+    """How many evaluations come before the forward returns, without ops that only receive the gradients of its outputs
+    (`Op.is_receipt`): their workspace includes what the caller's code allocates before the backward."""
     last = problem.forward_ops - 1
     while last >= 0 and problem.ops[last].name != EAGER and problem.ops[last].is_receipt:
         last -= 1

@@ -121,9 +121,9 @@ class Traced:
 
     @property
     def callers_code(self) -> tuple[int, int]:
-        """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and the bytes
-        that a plan leaves free in addition, if the budget allows it, because the first number is a guess (else 0).
-        Both are 0 where the situation itself says how many bytes that code allocates (`Situation.meanwhile`)."""
+        """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and those that
+        a plan leaves free in addition, if the budget allows it, as the first number is a guess (else 0). Both are 0
+        where the situation itself says how many bytes that code allocates (`Situation.meanwhile`)."""
         if self.recorded.situation.meanwhile is not None:
             return 0, 0
         return self.recorded.planner.accounts.beside.until_backward(self.step.tangent_bytes)
@@ -163,8 +163,7 @@ class Priced:
     def hosting(self, numbers: Collection[int]) -> Priced:
         """The same step with exactly the inputs of these numbers (frozen parameters) in the host's memory."""
         step = self.step.priced_for(hosted=frozenset(numbers))
-        lying = (one.problem.problem.home_bytes for one in (self.step, step))
-        before, now = lying
+        before, now = (one.problem.problem.home_bytes for one in (self.step, step))
         return Priced(step, replace(self.account, parameters=self.account.parameters + before - now))
 
     def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
@@ -204,8 +203,8 @@ class Priced:
 
     def _refused_without(self, refused: BudgetError) -> BudgetError:
         """The refusal of a step that offloads nothing, where frozen parameters may lie on the host. If the step needs
-        less with parameters there, the refusal names that budget; if that even fits the budget given, the refusal keeps
-        its own figure, as one that is not the smallest (`BudgetError.least`)."""
+        less with parameters there, it names that budget; if that even fits the budget given, it keeps its own figure,
+        as one that is not the smallest (`BudgetError.least`)."""
         everything, budget, notes = self.hosting_all(), refused.budget_bytes, lacking(self.step)
         hosted = None if everything is None else everything.smallest()
         if hosted is None or hosted[0] >= refused.smallest_bytes:
