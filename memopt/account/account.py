@@ -52,8 +52,7 @@ class Account:
     """Bytes left for what is allocated and freed between the forward and the backward: by the caller's own code, such
     as a loss outside of the model, and by the steps of other models."""
     buckets: int = 0
-    """The buckets from which `DistributedDataParallel` exchanges gradients. Gradients that are views of them are not
-    among `gradients`."""
+    """The buckets of `DistributedDataParallel`; gradients that are views of them are not among `gradients`."""
     into_buckets: int = 0
     """Bytes of `gradients` that lie in the buckets once they are exchanged, which is before the optimizer steps."""
     output_clones: int = 0
@@ -69,8 +68,7 @@ class Account:
     gathered: int = 0
     """Under FSDP2 on a cluster, whole parameters: of the root, of one block, and of the next one."""
     kept: int = 0
-    """Under FSDP2 on a cluster, the bytes beyond `gathered` of blocks whose parameters stay gathered until their
-    backward."""
+    """Under FSDP2 on a cluster, the bytes beyond `gathered` of blocks that stay gathered until their backward."""
     exchange: int = 0
     """Under FSDP2 on a cluster, the buffer from which a block's gradients are reduced."""
     unforeseen: int = 0
@@ -217,8 +215,7 @@ def _reserve(card: Hardware) -> tuple[int, int]:
 
 
 def for_card(account: Account, card: Hardware) -> Account:
-    """The account of the same step on another card of the same kind, with nothing else on that card; the allocator's
-    overhead is 0, as in `account_of`."""
+    """The account of the same step alone on another card of the same kind, without the allocator's overhead."""
     alone = replace(account, elsewhere=0, tolerance=0, unforeseen=0, rounding=0, fragmentation=0, card_state=None)
     reserve, context = _reserve(card)
     return replace(alone, reserve=reserve, context=context)

@@ -315,8 +315,7 @@ class CachingAllocator:
         return block
 
     def _wanted(self, size: int, small: bool) -> int:
-        """Bytes that the card must have free for a block. torch compares a whole segment with the limit, even where it
-        maps single pages."""
+        """Bytes that the card must have free for a block. torch compares a whole segment with the limit."""
         segment = _segment_bytes(size)
         if not self.expandable_segments:
             return segment

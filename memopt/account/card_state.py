@@ -1,5 +1,4 @@
-"""The blocks that torch's CUDA allocator holds when a step is planned, with which a replay of the step begins; and how
-they are read in this process."""
+"""The blocks that torch's CUDA allocator holds when a step is planned, and how they are read."""
 
 from __future__ import annotations
 

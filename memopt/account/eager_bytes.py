@@ -80,8 +80,7 @@ def _mapped_bytes() -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1)
 def _statm_descriptor(process: int) -> int:
-    """A file descriptor of `/proc/<pid>/statm`, which stays open: opening the file takes three times as long as reading
-    it. A forked process opens its own."""
+    """A descriptor of `/proc/<pid>/statm`, kept open since opening takes three times as long; one for each process."""
     return os.open(f"/proc/{process}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -111,8 +110,7 @@ _BY_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_outpu
 
 
 class ValueIsRead(Exception):
-    """Raised where code that runs on fake tensors depends on a value, or a kernel allocates bytes that do not follow
-    from its fake results."""
+    """Raised where code on fake tensors depends on a value, or a kernel's bytes do not follow from its fake results."""
 
 
 class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
@@ -190,13 +188,11 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return self.eager_workspace(call)
 
     def eager_workspace(self, call: OpCall) -> int:
-        """The bytes that the kernel of a call allocates for itself and frees before it returns, found as
-        `workspace_bytes` says."""
+        """The bytes that a kernel allocates for itself and frees before it returns, found as `workspace_bytes` says."""
         return eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - self.live_bytes)
 
     def raise_peak(self, workspace_bytes: int) -> None:
-        """Raise the peak to the bytes alive now plus `workspace_bytes`, if that is more. Raises `_TooManyBytes` where
-        it then exceeds `most_bytes`."""
+        """Raise the peak to the bytes alive now plus `workspace_bytes`. Raises `_TooManyBytes` beyond `most_bytes`."""
         super().raise_peak(workspace_bytes)
         if self.peak_bytes > self.most_bytes:
             raise _TooManyBytes
@@ -226,8 +222,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._metered: int | None = None
         """The workspace bytes of the operator that has just run, where they were metered."""
         self.depends_on_values = False
-        """Whether an operator ran whose result may hold other bytes for other values of the same sizes, or that returns
-        a value to the code."""
+        """Whether an operator ran that returns a value to the code, or whose result's bytes may depend on values."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on the real tensors, and return its result. Raises `_TooManyBytes`, `WorkspaceUnknown`."""
@@ -246,8 +241,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. One whose tensors on the CPU are sparse, nested or quantised is metered: no rule has its
-        workspace."""
+        """Run an operator, metered if its tensors on the CPU are sparse, nested or quantised, as no rule knows it."""
         special = any(map(special_kind, tensors_in((args, list(kwargs.values())))))
         if not special or schema_of(func).is_mutable or not device_of(self._kernels_of).is_host:
             return LiveBytes.run(self, func, args, kwargs)
@@ -264,8 +258,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self.depends_on_values = True
 
     def _expected(self, func: Any, args: Any, kwargs: Any) -> tuple[int, OpCall | None]:
-        """The bytes of an operator's results as far as they are known before it runs, else 0; and its call with these
-        results, None where they are not known."""
+        """The bytes of an operator's results as far as known before it runs, and its call (None: not known)."""
         given = tensors_in((args, list(kwargs.values())))
         if func.is_view or func.namespace in COLLECTIVES or any(map(special_kind, given)):
             return 0, None
@@ -297,8 +290,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
 
 
 class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
-    """Counts tensors on "meta" as `EagerBytes` counts fake tensors of the CPU, but faster; for code that does not read
-    their device."""
+    """Counts tensors on "meta" as `EagerBytes` counts fakes of the CPU, but faster; for code that reads no device."""
 
     def __init__(self) -> None:
         super().__init__(HOST.type, "meta")

@@ -225,8 +225,7 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for an optimizer whose step evaluates the model (LBFGS) or needs sparse gradients
-    (SparseAdam)."""
+    """Raise `ValueError` for LBFGS, whose step evaluates the model, and SparseAdam for sparse gradients."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

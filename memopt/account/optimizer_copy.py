@@ -74,8 +74,7 @@ class OptimizerCopy:
         self._home, self._addresses = device.type, set[int]()
 
     def of(self, optimizer: Optimizer) -> Optimizer:
-        """Copy an optimizer, the one that this object is for or one that it holds inside, and return the copy. Adds to
-        `copied` and `made`."""
+        """Copy an optimizer, or one that it holds inside, and return the copy. Adds to `copied` and `made`."""
         same = self._note(optimizer, object.__new__(type(optimizer)))
         self.copied.append(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -52,8 +52,7 @@ class GivenOptimizer:
 
     @property
     def now(self) -> OptimizerLike:
-        """The optimizer as it was given; if that was an instance held weakly that is freed by now, a function that
-        makes another one like it."""
+        """The optimizer as it was given, or once that instance is freed a function that makes another like it."""
         alive = self.instance() if self.instance is not None else None
         return self.kept if alive is None else alive
 
@@ -168,8 +167,7 @@ def _fake(parameter: torch.Tensor, device: torch.device, *, gradient: bool = Tru
 
 
 def step(on_fakes: Any) -> None:
-    """Step an optimizer whose parameters are fake tensors. If it needs a closure, it gets one that returns 0 as the
-    loss and sets the gradients again."""
+    """Step an optimizer of fake parameters; a closure that it needs returns 0 and sets the gradients again."""
     gradients = [(parameter, parameter.grad) for parameter in parameters_of(on_fakes)]
 
     def closure() -> torch.Tensor:
@@ -237,8 +235,7 @@ class LiveOptimizer:
 
     kind: type[Optimizer]
     order: tuple[int, ...]
-    """The `id`s of its parameters, in the order of its groups: a loop over them frees the temporaries of one in the
-    step of the next."""
+    """The `id`s of its parameters, in order: a loop frees the temporaries of one in the step of the next."""
     fused: bool
     """Whether all its groups are stepped by torch's fused kernels, which need no temporaries."""
 
@@ -249,8 +246,7 @@ class LiveOptimizer:
         return cls(type(optimizer), order, all(group.get("fused") is True for group in optimizer.param_groups))
 
     def like(self, optimizer: OptimizerLike) -> OptimizerLike:
-        """A function that makes an optimizer of this one's class with fused kernels, if this one uses them; else
-        `optimizer`, which is that class or its name."""
+        """`optimizer`, this one's class or name, or a function that makes it with fused kernels as this one has."""
         if not self.fused:
             return optimizer
         make: Any = self.kind

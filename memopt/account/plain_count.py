@@ -72,8 +72,7 @@ class PlainStep:
     tangent_bytes: int = 0
     """The gradients with which its backward begins where the loss is outside of the model; 0 where it is inside."""
     reached: frozenset[int] = frozenset()
-    """The `id`s of the model's parameters that have a gradient after its backward, or would after one that begins at
-    other outputs."""
+    """The `id`s of the parameters that have a gradient after its backward, or would after one from other outputs."""
     calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
     """How often each kernel runs."""
     graph: Retention = FREED

@@ -23,8 +23,7 @@ REDUCED = torch.float32
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that FSDP2 gathers together and whose gradients it reduces together: those of one block, or all
-    outside of blocks."""
+    """Parameters that FSDP2 gathers and reduces together: those of one block, or all outside of blocks."""
 
     name: str
     """The path of the block; "" for the group of all parameters outside of blocks, which belongs to the root."""
@@ -82,8 +81,7 @@ class Sharding:
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """The most bytes of gathered (unsharded) parameters at once: the root's, those of one block, and the next
-        block's, which is prefetched."""
+        """The most bytes gathered at once: the root's, one block's, and the next block's, which is prefetched."""
         return (self.root.gathered_bytes if self.root else 0) + 2 * self._largest_bytes
 
     @property

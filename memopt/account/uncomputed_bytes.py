@@ -75,8 +75,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return tree_unflatten([self._result(leaf, given) for leaf in kernel.results], kernel.structure)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """An upper bound, from a rule, on the bytes of workspace of the kernel that `run` was last called for; the
-        arguments are not used."""
+        """An upper bound on the workspace of the kernel that `run` was last called for; the arguments are not used."""
         return self._workspace_bytes
 
     def _kernel(self, call: OpCall) -> _Kernel:

@@ -107,8 +107,7 @@ class _Advice:
         yield Way(typed, nbytes, changes, sentence=sentence)
 
     def in_growing_segments(self, lean: Priced) -> Iterator[Way]:
-        """Suggests expandable segments, with which torch's allocator on a card leaves fewer holes between blocks, where
-        `allow` lacks them."""
+        """Suggests expandable segments, with which torch's allocator leaves fewer holes, where `allow` lacks them."""
         name, allow = EXPANDABLE_SEGMENTS.name, self.options.allow
         if lean.account.caching and name not in allow and may_expand({name}):
             changes = "expandable segments for torch's allocator: fewer holes between blocks; the same numbers"
@@ -287,8 +286,7 @@ def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, tuple[int, int]]]:
-    """The linear layers that are no direct children of the model, each as its parent module, its name there, the layer,
-    and its numbers of input and output features."""
+    """Each linear layer that is no direct child of the model: its parent, its name there, itself, and its features."""
     return [
         (module, name, child, sizes)
         for module in model.modules()
@@ -299,8 +297,7 @@ def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, tu
 
 
 def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """The numbers of input and output features of a linear layer (torch's, or the transposed `Conv1D` of transformers);
-    None for other modules."""
+    """The input and output features of a linear layer (torch's, or transformers' `Conv1D`); None for other modules."""
     weight = getattr(module, "weight", None)
     if type(module) is nn.Linear:
         return module.in_features, module.out_features

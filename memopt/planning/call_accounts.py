@@ -61,11 +61,9 @@ class CallAccounts:
         self.unforeseen_bytes = 0
         """The bytes that plans leave free since an allocation failed in a planned step."""
         self._card_state: CardState | None = None
-        """What torch's allocator held when the current planning began; None outside of planning, and where
-        `_card_state_now` returns None."""
+        """What torch's allocator held when the current planning began, where `_card_state_now` tells; else None."""
         self._counted: dict[tuple[str, tuple[int, ...]], OptimizerAccount] | None = None
-        """The optimizer's memory by device type and the `id`s of the parameters that it steps, kept while a call is
-        being planned; None at other times."""
+        """The optimizer's memory by device type and the `id`s of its parameters; None outside of planning."""
 
     def note_reached(self, parameters: Collection[int]) -> None:
         """Count optimizer state for the parameters with these `id`s too from now on, since they have gradients."""
@@ -153,8 +151,7 @@ class CallAccounts:
 
     @contextmanager
     def one_trial(self) -> Iterator[None]:
-        """A context in which the bytes that an optimizer takes are determined once and then reused. The optimizer must
-        not step within the block."""
+        """A context in which an optimizer, which must not step in it, is tried once for the bytes that it takes."""
         before = self._counted
         self._counted = {} if before is None else before
         try:
@@ -177,8 +174,7 @@ class CallAccounts:
         return found
 
     def _card_state_now(self, call: Call) -> CardState | None:
-        """What torch's caching allocator holds now; None for a device without one, and where the user gives
-        `elsewhere_gb`."""
+        """What torch's caching allocator holds now; None for a device without one, and with `elsewhere_gb`."""
         device = self.terms.device()
         if self.beside.fixed_bytes is not None or not device_of(device).caching:
             return None

@@ -55,8 +55,7 @@ NOT_FUSED = (
 )
 
 CompiledKey: TypeAlias = tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]
-"""The regions of a call, its account without the bytes elsewhere, and the `id`s of the parameters that get gradients
-from other calls."""
+"""The regions of a call, its account without the bytes elsewhere, and the `id`s of parameters of other calls."""
 
 _MOST_STEPS = 24
 """The number of traced steps that are kept: each holds the graphs of one capture under one lever set."""
@@ -86,8 +85,7 @@ class CallPlanner:
         self.traces = Traces()
         """The joint graphs of single regions."""
         self._steps: LruCache[tuple[Any, ...], tuple[CapturedCall, TracedStep]] = LruCache(_MOST_STEPS)
-        """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
-        Other situations share them."""
+        """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks."""
         self.compiled_least: LruCache[CompiledKey, tuple[Account, BudgetError, Plan]] = LruCache(_MOST_STEPS)
         """Refusals that name the smallest budget in which compiled code runs, each with the account that it is for and
         the plan whose code was compiled to find it, by `CompiledKey`."""
@@ -100,8 +98,7 @@ class CallPlanner:
 
     @property
     def price_settings(self) -> PriceSettings:
-        """The settings by which graphs are priced, with the chosen levers on the optimizer. `PriceSettings.under` adds
-        what depends on the account of a call."""
+        """The settings by which graphs are priced, but for what depends on a call's account (`PriceSettings.under`)."""
         options, card = self.terms.options, self.terms.card
         return PriceSettings(
             card,
@@ -181,8 +178,7 @@ class CallPlanner:
             step.forget_solvers()
 
     def forget_sizes(self) -> None:
-        """Forget the traced calls, so that they are traced and priced again: a batch had data-dependent sizes above
-        those that were planned for."""
+        """Forget the traced calls: a batch had data-dependent sizes above those that were planned for."""
         self._steps.clear()
 
     def _step(
@@ -228,8 +224,7 @@ class CallPlanner:
         return ShardedCall.of(self.terms.sharding, captured.runs[0].parameter_ids)
 
     def _sizes(self, region: JointGraph, call: Call, rewriting: Rewriting) -> DataSizes:
-        """The data-dependent sizes of a region, observed by running the call's forward without gradients; empty for
-        fake tensors, on which nothing can be observed."""
+        """The data-dependent sizes of a region, observed in a run of the call's forward; empty for fake tensors."""
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.terms.model.parameters(), *tensors_in(call)))):
             return DataSizes()

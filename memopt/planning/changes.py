@@ -65,8 +65,7 @@ class Change:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """What identifies the change: equal in two plans for the same change of the same operator, whatever its
-        bytes."""
+        """What identifies the change: equal in two plans for the same change of the same operator."""
         return self.kind, self.module, self.operator, self.code, self.number, self.detail, self.times, self.region
 
 
@@ -121,8 +120,7 @@ class GraphFacts:
 
 
 def operator_name(node: fx.Node) -> str:
-    """The name of a node's operator without namespace and overload (`addmm` for `aten.addmm.default`); the name of the
-    node itself where it calls nothing, as an input."""
+    """The name of a node's operator without namespace and overload ("addmm"), or of an input itself."""
     if node.op != "call_function":
         return node.name
     name = format_target(node.target)
@@ -130,8 +128,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line outside of torch that called the node's operator, as "file:line", or the innermost of all if
-    all are torch's; "" where tracing recorded none."""
+    """The innermost line that called the node's operator, outside of torch if possible: "file:line"; or ""."""
     return _innermost(node.meta.get("stack_trace") or "")
 
 

@@ -111,8 +111,7 @@ class ShardedCall:
 
     @classmethod
     def of(cls, sharding: Sharding, parameter_ids: Mapping[int, int]) -> ShardedCall:
-        """The sharding of a region. `parameter_ids` maps the numbers of those inputs that are parameters to the
-        parameters' `id`s."""
+        """The sharding of a region; `parameter_ids` has the `id`s of its inputs that are parameters, by number."""
 
         def numbers(group: ParameterGroup) -> frozenset[int]:
             return frozenset(number for number, given in parameter_ids.items() if given in group.numbers)

@@ -99,8 +99,7 @@ def _row(times: _GroupTimes) -> tuple[str, int, float, float, float, float]:
 
 
 def _forward(root: _GroupTimes, blocks: Sequence[_GroupTimes]) -> Seconds:
-    """Seconds of the forward: the root's parameters and the first block's are waited for, those of every other block
-    are gathered while the block before it computes."""
+    """Seconds of the forward: every block but the first is gathered while the block before it computes."""
     total: Seconds = Counter({GATHER: root.gather + (blocks[0].gather if blocks else 0.0)})
     following = [block.gather for block in blocks[1:]] + [0.0]
     for block, gather in zip(blocks, following, strict=True):
@@ -121,8 +120,7 @@ def _backward(root: _GroupTimes, blocks: Sequence[_GroupTimes], freed: Sequence[
 
 
 def _beside(compute: Seconds, *, gather: float = 0.0, reduce: float = 0.0) -> Seconds:
-    """The seconds of a block that computes while parameters are gathered and gradients reduced: those of its compute,
-    or those of the exchanges where they take longer."""
+    """The seconds of a block that computes while others exchange: those of what takes longer."""
     if gather + reduce <= compute.total():
         return Counter(compute)
     return Counter({GATHER: gather, REDUCE: reduce})

@@ -50,8 +50,7 @@ def among_equals(
     """
 
     def least(plan: Plan, others_bytes: int) -> tuple[Plan, int]:
-        """The plan that holds least, and the bytes of the budget in which it leaves the others room; `plan` was made
-        beside `others_bytes`."""
+        """The plan that holds least, made beside `others_bytes`, and the bytes in which the others have room."""
         assert least_of is not None
         found = least_of(plan)
         return found, found.ceiling_bytes - others_bytes + others * found.held_bytes
@@ -171,8 +170,7 @@ class StepBytes:
     """The bytes that a forward and its backward hold, counted apart from those that stay from step to step."""
 
     lasting: int
-    """The bytes that last: parameters, gradients, optimizer state, and all else of the account but other forwards and
-    what lies elsewhere."""
+    """The bytes that last: all of the account but other forwards and what lies elsewhere."""
     least_held: int
     """Held between forward and backward, by the plan that holds least."""
     least_peak: int
@@ -184,8 +182,7 @@ class StepBytes:
 
     @classmethod
     def of(cls, plan: Plan) -> StepBytes:
-        """The bytes of a planned step, without those that the caller's code allocates between forward and backward. The
-        plan must have its graphs."""
+        """The bytes of a planned step, which must have its graphs, without those that the caller's code allocates."""
         account = replace(plan.account, meanwhile=0)
         step = plan.solved[0].under(account)
         problem = step.problem.problem
@@ -278,8 +275,7 @@ def nothing_recomputed(priced: Priced, returned: int = 0) -> int:
 
 
 def tangent_bytes(plan: Plan) -> int:
-    """The bytes of the gradients that the backward begins with, where the loss is computed outside of the model, else
-    0; also 0 for a plan without its graphs."""
+    """The bytes of the gradients that the backward begins with, for a loss outside of the model; else 0."""
     return 0 if plan.captured is None else plan.captured.tangent_bytes
 
 
@@ -363,7 +359,6 @@ def _under(plan: Plan, account: Account) -> Plan:
 
 
 def _in_place_of(plan: Plan, found: Plan) -> Plan:
-    """`found`, a plan of the same step as `plan` for a smaller budget, with the budget, the levers, the receipt and the
-    notes of `plan`."""
+    """`found`, a plan of the same step for a smaller budget, with the budget, levers, receipt and notes of `plan`."""
     told = {name: getattr(plan, name) for name in ("budget_bytes", "levers", "proposals", "receipt", "notes")}
     return replace(_under(found, replace(found.account, meanwhile=plan.account.meanwhile)), **told)

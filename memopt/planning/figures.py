@@ -47,8 +47,7 @@ def plain_beside(step: PricedStep, schedule: Schedule, account: Account) -> Brea
 
 
 def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
-    """The receipt's row of `lever`: the peak and the seconds, with nothing recomputed, of `joined`, the step as that
-    lever has rewritten it."""
+    """The receipt's row of `lever`: the peak and the seconds of the step as it has rewritten it."""
     return ReceiptRow(lever, plain_step(joined, account).peak_bytes, joined.problem.seconds)
 
 
@@ -108,8 +107,7 @@ def with_rows_of(other: Plan, plan: Plan) -> Plan:
 
 
 def rows_to(plan: Plan, before: Sequence[ReceiptRow]) -> tuple[ReceiptRow, ...]:
-    """The rows of a plan's receipt: `before`, those of the levers that rewrite graphs, then those that follow from the
-    schedule. The last row shows the plan's own peak."""
+    """The rows of a plan's receipt: `before`, then those that follow from the schedule, up to the plan's peak."""
     *rows, last = (*before, *_schedule_rows(plan))
     return (*rows, replace(last, peak_bytes=plan.predicted_peak_bytes))
 
@@ -129,8 +127,7 @@ def plan_by(
     effort: Effort,
     source: PlanSource,
 ) -> Plan:
-    """The plan of a step, with all its figures, from `solution`, which solves the problem `joined`. `regions` has its
-    schedule, split by region."""
+    """The plan of a step, with all its figures, from `solution`, which solves `joined`; `regions` has its schedule."""
     traced = step.traced
     gradients = sum(region.gradients for region in traced.regions)
     return Plan(
@@ -161,8 +158,7 @@ def plan_by(
 
 
 def recounted(plan: Plan, account: Account, **changes: Any) -> Plan:
-    """A plan with `account` in the place of its own, and the peaks that follow from it; `changes` are further fields to
-    set. The plan must have its graphs."""
+    """A plan, which must have its graphs, with another account and the peaks that follow from it."""
     step, schedule = plan.solved
     return replace(
         plan,

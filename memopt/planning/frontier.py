@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 def shown(name: str) -> Any:
-    """The module of `memopt.show` with this name, imported on first use. Plans, frontiers and diffs print and draw
-    themselves by its functions."""
+    """The module of `memopt.show` with this name, imported on first use; plans print themselves by it."""
     return import_module(f"memopt.show.{name}")
 
 
@@ -64,8 +63,7 @@ class _FrontierSource(Protocol[MadeT]):
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """The best plan found within one budget. GB are of 1024³ bytes; times are fractions of
-    `Frontier.step_seconds`."""
+    """The best plan found within one budget. GB are of 1024³ bytes; times are fractions of `Frontier.step_seconds`."""
 
     budget_gb: float
     peak_gb: float
@@ -156,8 +154,7 @@ class Frontier(Generic[PlanT]):
         return shown("frontier").as_svg(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the curve as JSON; an older file of that name is replaced atomically. Raises `OSError` where the file
-        cannot be written."""
+        """Write the curve as JSON, atomically. Raises `OSError` where the file cannot be written."""
         save(path, self)
 
     @classmethod

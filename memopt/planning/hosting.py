@@ -1,5 +1,4 @@
-"""Which frozen parameters may lie in the host's memory together. The solver decides when they are copied to the device,
-and how long they stay there."""
+"""Which frozen parameters may lie in the host's memory together; the solver decides when they are on the device."""
 
 from __future__ import annotations
 
@@ -59,7 +58,6 @@ def choices(step: PricedStep) -> list[tuple[int, ...]]:
 
 
 def _spread(count: int) -> list[int]:
-    """The numbers below `count` in an order whose every prefix is spread evenly over them: that of their bits read
-    backwards (van der Corput, 1935)."""
+    """The numbers below `count`, every prefix spread evenly: by their bits read backwards (van der Corput, 1935)."""
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))

@@ -59,8 +59,7 @@ class PlanJob:
         return self._hash(graph_text(graph_module), list(map(_value, values)))
 
     def key_of_ranks(self, graph_module: fx.GraphModule) -> str | None:
-        """A key like `key` that is equal on all ranks with equal shapes: the times measured on this machine are not in
-        it. None where `key` is None."""
+        """A key like `key` that is equal on all ranks with equal shapes, whatever times were measured here."""
         card = hardware_of(next(self.model.parameters()).device) if self.options.calibrate else self.card
         return replace(self, card=card).key(graph_module)
 
@@ -76,8 +75,7 @@ class PlanJob:
         )
 
     def _hash(self, *parts: object) -> str | None:
-        """The hash of everything but the call's graph, and of `parts`; None where something has no text that is equal
-        in all processes."""
+        """The hash of everything but the call's graph, and of `parts`; None if a text is not equal in all processes."""
         options, state, card = self.options, self.state, self.card
         segments = expandable_segments(), may_turn_on_expandable_segments()
         optimizer = _optimizer(options.optimizer)
@@ -116,8 +114,7 @@ def sources_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[str
 
 
 def graph_text(graph_module: fx.GraphModule) -> str:
-    """Operators, arguments, shapes, dtypes and strides of a graph and its inner graphs, without comments, which contain
-    source positions."""
+    """Operators, arguments, shapes, dtypes and strides of a graph and its inner graphs, without comments on sources."""
     text = graph_module.print_readable(print_output=False, include_stride=True, include_device=True)
     return re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE)
 
@@ -155,8 +152,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _attribute_texts(value: Any) -> dict[str, Any]:
-    """The texts of a value's own attributes, since a configuration may not print all of them; hashes are left out, as
-    hashes of strings differ between processes."""
+    """The texts of a value's own attributes, which it may not print; without hashes, which differ between processes."""
     return {name: _text(inner) for name, inner in getattr(value, "__dict__", {}).items() if "hash" not in name}
 
 
@@ -225,8 +221,7 @@ def _own(extension: object) -> tuple[str, str, str, str]:
 
 
 def _source(kind: type) -> str:
-    """The source of a class; "" for torch's own. If no source is found, a text with an address, for which `_hash` is
-    None."""
+    """The source of a class; "" for torch's own; a text with an address, which has no hash, if none is found."""
     try:
         return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
     except (OSError, TypeError):

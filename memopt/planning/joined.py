@@ -68,13 +68,11 @@ class Joined:
     )
     """The allocator calls of the schedules that were replayed last, as `step_ways` returns them."""
     solved: dict[tuple[int, str, float], Solution | None] = field(default_factory=dict, init=False, repr=False)
-    """The solutions of `portfolio`, by the bytes that the graph may hold, the effort and its limit in seconds; None
-    where no schedule fits."""
+    """The solutions of `portfolio`, by bytes, effort and its limit in seconds; None where no schedule fits."""
 
     @property
     def steps(self) -> Mapping[int, PricedParameterStep]:
-        """The optimizer's steps of single parameters within the backward, by the index of their op in the problem.
-        Empty for a call of several regions."""
+        """The optimizer's steps within the backward of the only region, by the index of their op in the problem."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
@@ -146,8 +144,7 @@ def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined
 
 
 def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
-    """A copy of `problem` for a step during which other code holds `nbytes` bytes between the forward and the backward.
-    They count as workspace of the forward's last op."""
+    """A copy of `problem` whose forward's last op has other code's `nbytes` until the backward as its workspace."""
     if not nbytes or not problem.forward_ops:
         return problem
     last = problem.forward_ops - 1
@@ -273,8 +270,7 @@ class _StepPositions:
         )
 
     def order(self, evaluations: int) -> list[int]:
-        """The positions below `evaluations`, reordered so that each step follows the last evaluation that it waits
-        for."""
+        """The positions below `evaluations`, where each step follows the last evaluation that it waits for."""
         steps_after: dict[int, list[int]] = {}
         for op in sorted(self.at):
             steps_after.setdefault(self.last[op], []).append(self.at[op])

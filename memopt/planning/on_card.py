@@ -33,8 +33,7 @@ from memopt.solver import Schedule
 from memopt.solver.problem import BlockCall
 
 SPARE = Spare(15)
-"""The margin for what no replay of a schedule knows: the order of a kernel's own blocks, small blocks that no graph
-has, and what a compiler changes."""
+"""The margin for what no replay knows: the order of a kernel's own blocks, small blocks, what a compiler changes."""
 SPARE_COMPILED = Spare(5)
 """The margin for compiled code, whose allocations are known, if the allocator returns no segment. If it has to, the
 gaps between its blocks may differ from those of the replay, and the margin is `SPARE`."""

@@ -1,5 +1,4 @@
-"""The levers on the optimizer that are possible for one model's training, and the effect of the chosen ones on
-plans."""
+"""The levers on the optimizer that are possible for one model's training, and how the chosen ones change plans."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ class OptimizerChoice:
 
     @property
     def facts(self) -> TrainingFacts:
-        """The parameters that the optimizer trains, their device, and what else the bytes and seconds of levers on the
-        optimizer depend on."""
+        """The parameters that the optimizer trains, their device, and what else levers on the optimizer depend on."""
         return TrainingFacts.of(self.terms.model, self.terms.options.optimizer, self.terms.card)
 
     def adjusted(self, account: Account) -> Account:
@@ -123,8 +121,7 @@ class OptimizerChoice:
 
     @property
     def stepping(self) -> Stepping | None:
-        """The temporary bytes of stepping parameters within the backward under the chosen levers; None where they are
-        stepped after it."""
+        """The temporary bytes of stepping within the backward under the chosen levers; None if after it."""
         return None if self.chosen is None else self.chosen.stepping
 
     def account_of(self, account: Account, plan: Plan) -> Account:
@@ -132,8 +129,7 @@ class OptimizerChoice:
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
     def stepping_of(self, plan: Plan) -> Stepping | None:
-        """The temporary bytes of stepping parameters within the backward under the levers of `plan`, a plan from disk;
-        the same as `stepping` if none of these levers does that."""
+        """As `stepping`, under the levers of `plan`, a plan from disk, if one of these steps within the backward."""
         inside = any(map(_in_backward, self._named(plan.proposals)))
         return self._priced(plan.proposals).stepping if inside else self.stepping
 

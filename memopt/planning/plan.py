@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 class PlanSource(Protocol):
-    """What answers, from a step's graphs, the questions that `Plan` asks by its methods of the same names; plans that
-    were made in this process have one."""
+    """Answers `Plan`'s methods of the same names from the step's graphs; plans made in this process have one."""
 
     @property
     def priced(self) -> PricedStep: ...
@@ -158,8 +157,7 @@ class Plan(PlanViews):
 
     @property
     def predicted_peak_gb(self) -> float:
-        """The most that the step holds at once, in GB of 1024³ bytes: everything, from the parameters to the
-        optimizer's temporaries."""
+        """The most that the step holds at once, in GB of 1024³ bytes: everything, with the optimizer's step."""
         return self.planned.peak_bytes / GIB
 
     @property
@@ -288,8 +286,7 @@ class Plan(PlanViews):
         return str(shown("report").brief(self))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; an older file of that name is replaced atomically. Raises `OSError` where the file
-        cannot be written."""
+        """Write the plan as JSON, atomically. Raises `OSError` where the file cannot be written."""
         save(path, self)
 
     @classmethod

@@ -117,14 +117,12 @@ def is_on() -> bool:
 
 
 def find(key: str | None, kind: type[KeptT]) -> KeptT | None:
-    """The value of type `kind` stored on disk under `key`; None if there is none. If the file of this key holds no such
-    value, it is deleted."""
+    """The value of type `kind` that `keep` stored under `key`, if any; a file that holds no such value is deleted."""
     return _read(key, lambda value: value_from(kind, _unpacked(value) if isinstance(value, str) else value))
 
 
 def keep(key: str | None, kept: DataclassInstance, *, packed: bool = False) -> None:
-    """Store a value on disk under `key`, compressed if `packed`; does nothing where `key` is None. Where the folder
-    cannot be written to, it warns once."""
+    """Store a value under `key` (None: do nothing), compressed if `packed`; warns once where it cannot."""
     if key is not None:
         _write(key, _packed(kept) if packed else as_json(kept))
 
@@ -135,8 +133,7 @@ def noted_key(sketch: str | None) -> str | None:
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store the key of a call's plan under the call's sketch, so that `noted_key` finds it before the call is captured.
-    Does nothing where either is None."""
+    """Store the key of a call's plan under its sketch, if both are known: `noted_key` finds it before capture."""
     if sketch is not None and key is not None:
         _write(sketch, key)
 
@@ -156,8 +153,7 @@ def _key_of(value: Any) -> str:
 
 
 def _read(name: str | None, made: Callable[[Any], Any]) -> Any | None:
-    """`made(value)` for the value that was written under a name; None where there is none. A file of that name that
-    holds anything else is deleted."""
+    """`made(value)` for the value written under a name, if any; a file that holds anything else is deleted."""
     if name is None:
         return None
     try:

@@ -28,8 +28,7 @@ def in_columns(text: str) -> str:
 
 @dataclass(frozen=True)
 class StageDiff:
-    """The changes that one stage made to the graphs, one `GraphDiff` per region. `str` gives them as `git diff`
-    does."""
+    """The changes that one stage made to the graphs, one `GraphDiff` per region, as text like `git diff`."""
 
     regions: tuple[GraphDiff, ...]
     recomputed: int = 0
@@ -108,8 +107,7 @@ def _half(module: fx.GraphModule, half: str) -> set[fx.Node]:
 
 
 def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
-    """The changes that passes made: all of those on the operator graphs ("operators") or on the joint graphs
-    ("joint"), or one pass or labelled pipeline on either."""
+    """The changes by all passes on operator graphs ("operators") or joint graphs ("joint"), or by one pass."""
     operators = captured.operators
     joint = tuple(region.passes for region in captured.regions if region.passes)
     whole = {"operators": operators, "joint": joint}.get(stage, ())

@@ -59,15 +59,13 @@ class PlanSearch:
     allowed: frozenset[str] = frozenset()
     """The names of proposals (levers on the optimizer) that may be chosen where no lever set fits without them."""
     combinations: Callable[[Wanted], Iterable[PricedLevers]] = lambda wanted: ()
-    """Yields combinations of proposals: first all of allowed ones alone; then, of those with others, the ones for which
-    its argument, a function, returns True."""
+    """Yields combinations of proposals: of allowed ones, then the others for which its argument is true."""
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
     allow: frozenset[str] = frozenset()
     """The names of all allowed levers, to which the `allow=` that a refusal suggests adds others."""
     narrowed: Callable[[Rewriting], Priced | None] | None = None
-    """The step under a lever set with narrower parameters, for proposals that need it; None where it cannot be
-    captured. Without the function such proposals are left out."""
+    """The step under a lever set with narrower parameters, as some proposals need; None if not captured."""
     advice: Callable[[Sequence[Priced], bool, Tries], tuple[list[str], list[Way]]] = lambda steps, near, tries: ([], [])
     """Returns notes, and further changes that would help; called where no allowed proposal does. It is given the steps
     that were tried, whether the budget is near the smallest that works, and how much more may be tried."""
@@ -75,8 +73,7 @@ class PlanSearch:
     _plans: list[tuple[Plan, Rewriting]] = field(default_factory=list, init=False)
     _refused: list[BudgetError] = field(default_factory=list, init=False)
     _unsolved: list[tuple[Priced, float]] = field(default_factory=list, init=False)
-    """Steps of which no plan can end the search, so that they are not solved yet, each with a lower bound on its
-    seconds by any plan."""
+    """Steps of which no plan can end the search, each with a lower bound on its seconds; not solved yet."""
     _above: set[int] = field(default_factory=set, init=False)
     """The `id` of each lever set whose smallest budget, with offloading too, is above `budget_bytes`."""
     _completed: dict[tuple[str, ...], tuple[str, Priced]] = field(default_factory=dict, init=False)
@@ -282,8 +279,7 @@ class PlanSearch:
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
     def _take(self, chosen: PricedLevers) -> tuple[Plan, Rewriting]:
-        """Solve each step that was tried once more with the chosen levers on the optimizer; returns the plan with the
-        shortest step, and its levers on the graph."""
+        """The plan with the shortest step of all that were tried, with the chosen proposals, and its lever set."""
         refused: BudgetError | None = None
         for priced in self._with(chosen, self._steps):
             try:

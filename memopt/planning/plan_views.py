@@ -52,8 +52,7 @@ def op_names(captured: TracedStep, joined: Joined) -> Iterator[str]:
 
 
 def named_nodes(captured: TracedStep) -> Iterator[tuple[str, int, fx.Node]]:
-    """The nodes of all joint graphs, each with its name in the directed graph that `joint_digraph` makes, and with the
-    number of its region."""
+    """The nodes of all joint graphs, each with its name in `joint_digraph`, and the number of its region."""
     several = len(captured.regions) > 1
     for number, region in enumerate(captured.regions):
         for node in region.module.graph.nodes:
@@ -200,8 +199,7 @@ class PlanViews:
         return shown("views").timeline(self, path)
 
     def plot_treemap(self, path: str | Path | None = None, *, planned: bool = True) -> Figure:
-        """Draw the bytes of each module at the peak, as planned or (`planned=False`) with nothing recomputed. Writes
-        and raises as `plot_timeline`."""
+        """Draw the bytes of each module at the peak, `planned` or plain; writes and raises as `plot_timeline`."""
         return shown("views").treemap(self, path, planned=planned)
 
     def _repr_html_(self) -> str:

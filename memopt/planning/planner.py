@@ -76,8 +76,7 @@ def least_added_seconds(joined: Joined, request: Request) -> float:
 
 
 def added_seconds_offloading(joined: Joined, request: Request) -> float | None:
-    """The time that a step with offloads adds, by a quick search that leaves torch's allocator out; None where no
-    schedule fits the budget."""
+    """The time that offloads add, by a quick search that leaves torch's allocator out; None where no schedule fits."""
     room, link = replace(request, account=without_allocator(request.account)).graph_bytes, joined.link
     assert link is not None
     with suppress(Infeasible):
@@ -246,8 +245,7 @@ def progress_line(progress: Progress, step_seconds: float, limit_seconds: float)
 
 
 def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> int:
-    """The peak in bytes of a step: the resident bytes and `graph_peak_bytes`, the peak of forward and backward without
-    them; or that of the optimizer's step, if that is more."""
+    """The peak in bytes of a step whose forward and backward hold `graph_peak_bytes` beside the resident bytes."""
     after = account.optimizer_step_bytes(joined.problem.output_bytes)
     return max(graph_peak_bytes + account.resident_bytes, after)
 

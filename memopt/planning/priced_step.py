@@ -44,8 +44,7 @@ _MOST_PRICED = 32
 
 @dataclass(frozen=True)
 class PriceSettings:
-    """What the bytes and seconds of a step's operators depend on: the hardware, and which of recomputation, offloading
-    and stepping in the backward are allowed."""
+    """What bytes and seconds of operators depend on: the hardware, and what may be recomputed or moved."""
 
     hardware: Hardware = field(hash=False)
     timed: bool = False
@@ -117,8 +116,7 @@ class TracedStep:
 
     @property
     def tangent_bytes(self) -> int:
-        """The bytes of the gradients with which the backward begins if the loss is computed outside of the last region;
-        0 if it is computed within."""
+        """The bytes of the gradients with which the backward begins; 0 if the loss is within the last region."""
         number = len(self.regions) - 1
         if not self.regions[number].ends_before_loss:
             return 0
@@ -133,8 +131,7 @@ class TracedStep:
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """The step's rewriting, to be applied to each region of a call by itself: it raises no error for a region with
-        nothing to rewrite."""
+        """The step's rewriting for single regions, which raises no error for one with nothing to rewrite."""
         return replace(self.rewriting, needed="")
 
     @property
@@ -149,14 +146,12 @@ class TracedStep:
         return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
 
     def sizes_of(self, number: int, *, as_seen: bool = False) -> Mapping[str, int]:
-        """The values of the symbolic sizes of region `number`: the largest that are planned for, or with `as_seen`
-        those of the current batch."""
+        """The symbolic sizes of region `number`: the largest planned for, or with `as_seen` the current ones."""
         sizes = self.run_sizes[number] if self.run_sizes else self.data_sizes
         return sizes.seen if as_seen else sizes.allowed
 
     def with_sizes(self, number: int, *, as_seen: bool = False) -> AbstractContextManager[None]:
-        """Context in which the symbolic sizes of region `number` have their largest planned values, or with `as_seen`
-        those of the current batch."""
+        """Context in which the symbolic sizes of region `number` are those of `sizes_of`."""
         sizes = self.sizes_of(number, as_seen=as_seen)
         return known_sizes(sizes) if as_seen else sizes_up_to(sizes)
 
@@ -168,8 +163,7 @@ class TracedStep:
         return region.decisions if region.fused or not device_of(card).is_host else frozenset()
 
     def node_prices(self, number: int, settings: PriceSettings, *, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
-        """A function that gives the price of each node of region `number`, for sizes as in `sizes_of`. Regions with the
-        same graph and sizes share one."""
+        """The prices of the nodes of region `number`, for sizes as in `sizes_of`; equal regions share them."""
         region = self.regions[number]
         of_device = PriceSettings(settings.hardware, settings.timed)
         key = of_device, id(region.module), tuple(self.sizes_of(number, as_seen=as_seen).items()), as_seen
@@ -300,8 +294,7 @@ def _priced_region(
 
 
 def _inputs(traced: TracedStep, *, as_seen: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call; and of those
-    that get a gradient."""
+    """The bytes of all tensors that the regions take as input, and of those that get a gradient."""
     given: list[int] = []
     trained: list[int] = []
     for number, region in enumerate(traced.regions):

@@ -38,8 +38,7 @@ class Footprint:
 
 
 ROUNDS = 4
-"""The maximal number of rounds of planning and compiling a step, each of which costs one compilation; one more is for
-the smallest plan, where none of these fits."""
+"""The most rounds of planning and compiling a step, before one for the smallest plan where none of these fits."""
 FURTHER_ROUNDS = 2
 """The maximal number of rounds after the smallest plan, for a faster one within the room that its code leaves."""
 # Another round pays where this share of the budget is unused,
@@ -91,8 +90,7 @@ class _Regions:
         self.lives = [(storages[storage].bytes, born, dies) for storage, born, dies in lives]
 
     def compiled(self, footprints: Sequence[Footprint | None]) -> tuple[int, int]:
-        """The peak with these compiled regions, and the bytes that their forwards leave beyond the plan. Regions
-        without a footprint hold what is planned."""
+        """The peak with these compiled regions (None: as planned), and what their forwards leave beyond the plan."""
         left_more = 0  # by the forwards so far, beyond the plan
         peaks = [self.live[-1]]
         for region, footprint in enumerate(footprints):

@@ -19,8 +19,7 @@ from passes import ApplyOffloads, ApplySchedule, HostStay
 
 @dataclass(frozen=True)
 class RegionSchedule:
-    """The schedule of one region: the order in which its nodes run, which of them run several times, and which values
-    are offloaded."""
+    """The schedule of one region: the order in which its nodes run, some several times, and the values offloaded."""
 
     fingerprint: str
     """Hash of the joint graph that the schedule is for."""
@@ -43,8 +42,7 @@ def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModu
 
 
 def halves(joined: Joined, schedule: Schedule) -> list[tuple[list[int], list[int]]]:
-    """For each region the positions in the schedule at which it evaluates operators: up to the last one of its forward,
-    and after it."""
+    """By region the positions in the schedule of its evaluations: up to the last one of its forward, and after it."""
     found: list[tuple[list[int], list[int]]] = [([], []) for _ in joined.prices]
     left = [set(range(priced.problem.forward_ops)) for priced in joined.prices]
     for position, index in enumerate(schedule.evaluations):
@@ -188,8 +186,7 @@ def held_after_forward(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
-    """The storages, as indices in the problem, that the forward leaves for the backward and the caller; gradients of
-    its outputs are not among them."""
+    """The storages that the forward leaves for the backward and the caller, without gradients of its outputs."""
     boundary = forward_evaluations(problem, schedule)
     for storage, made in live_versions(problem, schedule, boundary):
         given = problem.storages[storage].kept and problem.ops[problem.producer[storage]].is_receipt

@@ -283,8 +283,7 @@ class Priced:
         return min(smallest(one.step.problem, one.account) for one in self.on_either_side())
 
     def on_either_side(self) -> tuple[Priced, ...]:
-        """This step; and, if it has no parameters on the host but may have some there, the step with as many there as
-        possible."""
+        """This step; and, if it has no parameters on the host but may, the step with as many there as possible."""
         everything = None if self.step.settings.hosted else self.hosting_all()
         return (self,) if everything is None else (self, everything)
 
@@ -304,8 +303,7 @@ class StepOfPlan:
     """Under FSDP2, for a plan that keeps blocks gathered: the plan of the same call that frees all blocks after their
     forward, from which the smallest budget and the curve are taken."""
     tightest: Callable[[int], Priced] | None = None
-    """Returns, for a number n, the call with a batch n times as large under all levers that it may use; None for a plan
-    to train by, which keeps no call."""
+    """Returns, for n, the call with a batch n times as large under all its levers; None for a plan to train by."""
     compiled_bytes: Callable[[Plan], int] | None = None
     """Compiles a plan of the step and returns the peak of its code; None where nothing is compiled here."""
     _least: list[int] = field(default_factory=list, init=False, repr=False, compare=False)

@@ -152,8 +152,7 @@ class _Pricer:
         return {index for at in positions for index in self.storages.of.get(self.results[at], ())}
 
     def passed_on_among(self, positions: Collection[int]) -> set[int]:
-        """The storages of those results at these positions that are passed on to other code, without those that live to
-        the end of the step."""
+        """The storages of those results at these positions that are passed on before the end of the step."""
         return self.of_results(self.passed_on.results.intersection(positions)) - self.kept - self.resident
 
     def list_one(self, storage: Storage, value: str = "") -> int:
@@ -242,8 +241,7 @@ class _Pricer:
         self.ops.append((op, node.name, path))
 
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
-        """List a storage of the graph, with `surplus_bytes` beyond what its shape says; return its position in
-        `listed`."""
+        """List a storage of the graph, with `surplus_bytes` beyond its shape; return its position in `listed`."""
         own_bytes = self.storages.bytes[index]
         written = index in self.mutated or index in self.storages.written_over or index in self.stepped_by
         lent = index in self.lent or index in self.given_on  # a copy on the host frees nothing: eager code holds them
@@ -262,8 +260,7 @@ class _Pricer:
         return next((node.name for node in nodes if self.storages.of.get(node) == (index,)), "")
 
     def add_generator_state(self, node: fx.Node) -> None:
-        """Append the op that saves the generator's state for a random node that may be recomputed. The schedule
-        decides how long the state is kept."""
+        """Append the op that saves the generator's state for a recomputable random node, until it is read last."""
         name, nbytes = f"{node.name}_state", self.rounded(_device(node).generator_state_bytes)
         self.append(name, makes=[self.list_one(Storage(name, nbytes, movable=False))])
 

@@ -23,8 +23,7 @@ class ParameterSteps:
     """The parameters of a region that the optimizer steps within its backward; by default none."""
 
     inside: Mapping[int, int] = field(default_factory=dict)
-    """Position of the gradient among the results → number of the parameter among the inputs, for parameters that may be
-    stepped before the backward ends."""
+    """Position of the gradient among the results → number of a parameter that may be stepped early."""
     workspaces: Mapping[int, int] = field(default_factory=dict)
     """Number of the parameter among the inputs → bytes that its step takes beside it, its gradient and its state."""
 
@@ -155,11 +154,9 @@ class NodePrice:
     seconds: float
     workspace_bytes: int
     output_bytes: int = 0
-    """Bytes that its results hold as measured, where that is more than their shapes say (a loss reduced in place keeps
-    the memory of its elements); else 0."""
+    """Bytes that its results hold as measured, if more than by shape (a loss reduced in place); else 0."""
     calls: tuple[BlockCall, ...] = ()
-    """The allocator's calls within the evaluation, the results' blocks numbered as the node returns them; empty where
-    they are not known (`Op.calls`)."""
+    """The allocator's calls within it, its results' blocks numbered as returned; empty where not known (`Op.calls`)."""
 
 
 def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Sequence[int]) -> tuple[BlockCall, ...]:
@@ -182,8 +179,7 @@ def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Seq
 
 @dataclass(frozen=True)
 class PassedOn:
-    """What one of several regions of a call exchanges with other code: results that other code reads, and inputs that
-    are outputs of earlier regions."""
+    """What one of several regions exchanges with other code: results, and inputs that are outputs of other regions."""
 
     results: frozenset[int]
     """Positions, among all results of its joint graph, of outputs that are held at most until its backward begins, and
@@ -206,8 +202,7 @@ class PricedParameterStep:
 
 @dataclass(frozen=True)
 class PricedGraph:
-    """A joint graph as a problem of the solver. `nodes[i]` is the name of the node that op `i` of the problem
-    evaluates, "" for an op without one."""
+    """A joint graph as a problem of the solver. `nodes[i]` is the name of op `i`'s node, "" for an op without one."""
 
     problem: RematProblem
     nodes: tuple[str, ...]
@@ -218,19 +213,16 @@ class PricedGraph:
     steps: Mapping[int, PricedParameterStep] = field(default_factory=dict)
     """The parameter steps, by the number of their op."""
     outputs: Mapping[int, int] = field(default_factory=dict)
-    """For one of several regions, position of an output that is held in the call's forward only → the number of its
-    storage in the problem."""
+    """For one of several regions, position of an output held in the call's forward only → its storage's number."""
     given: Mapping[int, int] = field(default_factory=dict)
-    """Number of an input that is an output of another region → the number of a storage of no bytes, which the ops that
-    read the input read."""
+    """Number of an input that is another region's output → number of a storage of no bytes, read where the input is."""
     hosted: tuple[int, ...] = ()
     """The numbers of the inputs that lie on the host, and are copied to the device before they are read."""
 
 
 @dataclass(frozen=True)
 class GraphUse:
-    """How a step uses a joint graph's inputs and results; by default the graph is the whole step, and results stay to
-    its end."""
+    """How a step uses a joint graph's inputs and results; by default the graph is the whole step."""
 
     accumulated: Collection[int] = ()
     """Positions, among all results, of the gradients that are added to an existing `.grad` as soon as they are made."""
