@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from memopt.account.caching_allocator import SMALL_BYTES, CachingAllocator
 from memopt.account.card_state import CardState
@@ -129,8 +130,7 @@ class StepBlocks:
     """The blocks that the allocator has when the replay begins; None: it begins empty."""
 
 
-@dataclass(frozen=True)
-class AllocatorPeaks:
+class AllocatorPeaks(NamedTuple):
     """The most bytes that the allocator allocates at once, rounded up to blocks, and the most that it reserves."""
 
     allocated_bytes: int
@@ -223,7 +223,7 @@ def replay_with_spare(
         ]
         for limit, held, rising in runs
     ]
-    return replace(_most(peaks[0]), allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
+    return _most(peaks[0])._replace(allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
 
 
 def peaks_without_limit(
@@ -235,11 +235,7 @@ def peaks_without_limit(
 
 def _most(peaks: Sequence[AllocatorPeaks]) -> AllocatorPeaks:
     """The most of each figure."""
-    return AllocatorPeaks(
-        max(found.allocated_bytes for found in peaks),
-        max(found.reserved_bytes for found in peaks),
-        max(found.releases for found in peaks),
-    )
+    return AllocatorPeaks(*map(max, zip(*peaks, strict=True)))
 
 
 def _run(allocator: CachingAllocator, calls: Sequence[BlockCall]) -> list[int]:

@@ -27,10 +27,9 @@ from memopt.levers.microbatch import MICROBATCH
 from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.microbatch import samples_of, split
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.plan_search import PlanSearch
+from memopt.planning.plan_search import ADAPTERS, CAPTURE, PlanSearch, Tries
 from memopt.planning.stages import Priced, Recorded
 from memopt.planning.terms import Situation
-from memopt.planning.tries import ADAPTERS, CAPTURE, Tries
 from memopt.units import size
 
 _log = logging.getLogger("memopt")

@@ -81,6 +81,10 @@ def cluster_step(
     moved = 2 * account.parameters + account.gradients + 2 * account.optimizer_state
     bounds += Counter({MEMORY: moved / (card.bytes_per_second * card.bandwidth_efficiency)})
     mesh = sharding.cluster.mesh
+    rows = (
+        (one.group.name, one.group.gathered_bytes, one.gather, one.reduce, one.forward.total(), one.backward.total())
+        for one in times
+    )
     return ClusterStep(
         str(mesh),
         mesh.cards,
@@ -88,14 +92,8 @@ def cluster_step(
         tuple((name, seconds) for name, seconds in bounds.most_common() if seconds),
         root.gather + sum(block.gather for block in (*blocks, *freed)),
         sum(one.reduce for one in times),
-        tuple(_row(one) for one in times),
+        tuple(rows),
     )
-
-
-def _row(times: _GroupTimes) -> tuple[str, int, float, float, float, float]:
-    group = times.group
-    computed = times.forward.total(), times.backward.total()
-    return group.name, group.gathered_bytes, times.gather, times.reduce, *computed
 
 
 def _forward(root: _GroupTimes, blocks: Sequence[_GroupTimes]) -> Seconds:

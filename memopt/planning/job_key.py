@@ -8,7 +8,6 @@ import inspect
 import platform
 import re
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,10 +106,10 @@ class PlanJob:
 
 def sources_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[str]:
     """Hashes of the files that define the classes of a model and its loss function, sorted."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds: set[Any] = {kind for module in model.modules() for kind in type(module).__mro__}
     kinds |= {type(loss_fn)} if isinstance(loss_fn, nn.Module) else set()
-    function = loss_fn if inspect.isfunction(loss_fn) else None
-    return sorted({_file_digest(source) for kind in (*kinds, function) if (source := _source_file(kind))})
+    kinds |= {loss_fn} if inspect.isfunction(loss_fn) else set()
+    return sorted({_file_digest(source) for kind in kinds if (source := _source_file(kind))})
 
 
 def graph_text(graph_module: fx.GraphModule) -> str:
@@ -164,18 +163,10 @@ def _text(value: Any) -> Any:
 
 def _source_file(kind: Any) -> Path | None:
     """The source file of a class or function; None for torch's own, and where there is no file."""
-    if kind is None or kind.__module__.startswith("torch."):
+    try:
+        return None if kind.__module__.startswith("torch.") else Path(inspect.getfile(kind))
+    except (OSError, TypeError):  # built in, or defined in an interactive session
         return None
-    if kind not in _source_files:
-        try:
-            _source_files[kind] = Path(inspect.getfile(kind))
-        except (OSError, TypeError):
-            _source_files[kind] = None  # built in, or defined in an interactive session
-    return _source_files[kind]
-
-
-# Weak, since a class may be made for one model (as for a parametrised layer), and a function may hold a model.
-_source_files: weakref.WeakKeyDictionary[Any, Path | None] = weakref.WeakKeyDictionary()
 
 
 @functools.cache

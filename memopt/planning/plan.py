@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from torch import fx
@@ -17,12 +18,13 @@ from memopt.planning.cluster_step import ClusterStep
 from memopt.planning.frontier import Frontier, Recipe, load, save, shown
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
 from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
-from memopt.planning.plan_views import PlanViews, joint_digraph
+from memopt.planning.plan_views import Format, joint_digraph
 from memopt.planning.schedule_parts import DecisionRow, ModuleRow, RegionSchedule
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from networkx import DiGraph
 
     from memopt.planning.cards import OnCard
@@ -60,7 +62,7 @@ class ReceiptRow:
 
 
 @dataclass(frozen=True)
-class Plan(PlanViews):
+class Plan:
     """A training step as planned: which tensors it saves, recomputes and offloads, its peak, and its time.
 
     Sizes are in bytes, times in seconds. A plan made in this process also carries the captured graphs (`graphs`,
@@ -275,6 +277,62 @@ class Plan(PlanViews):
     def smallest_bytes(self) -> int:
         """The smallest budget in bytes that works for this step. Raises `ValueError` for a plan loaded from a file."""
         return self._source().smallest_bytes(self)
+
+    def report(self, path: str | Path, *, frontier: Frontier[Any] | None = None, cards: Sequence[OnCard] = ()) -> None:
+        """Write the plan as one HTML page that needs no network: the budget, memory over the step, bytes by module,
+        what the plan changes, precision, and all operators, with a search over all of it.
+
+        Args:
+            path: a file named *.html.
+            frontier: what `Plan.frontier` returned, to be drawn on the page.
+            cards: what `Plan.cards` returned, to be shown as a table.
+
+        The page of a plan that was loaded from a file shows the budget only. Raises `ValueError` for a path that does
+        not end in .html.
+        """
+        shown("views").write_report(self, Path(path), frontier, cards)
+
+    def explain(self, op: str | None = None) -> str:
+        """Explain as text where the bytes go, and which of the largest values are saved, recomputed or offloaded. With
+        `op`, explain one operator: its line of code, dtype, bytes, time, whether it is saved or recomputed, and why.
+
+        Args:
+            op: a name that the tables show, or a part of an operator's or a module's name, such as "mlp.c_fc". If
+                several match, they are listed, and the one whose forward takes longest is explained.
+
+        Raises `ValueError` if no operator matches, or if the plan was loaded from a file.
+        """
+        return shown("op_story").explain(self, op)
+
+    def export(self, path: str | Path, format: Format | None = None) -> None:
+        """Write the step into a file of another tool's format.
+
+        Args:
+            path: the file; without `format`, the end of its name says which.
+            format: "snapshot" (.pickle) for pytorch.org/memory_viz; "trace" (.json) for ui.perfetto.dev and
+                chrome://tracing; "dot" (.dot) for Graphviz and Netron: the joint graph, each node with its
+                fate (saved, recomputed, offloaded, …).
+
+        Raises `ValueError` for another format, and for a plan that was loaded from a file.
+        """
+        shown("views").export(self, Path(path), format)
+
+    def plot_timeline(self, path: str | Path | None = None) -> Figure:
+        """Draw the memory over the step, as planned and with nothing recomputed, as a matplotlib figure; with `path`
+        into a file too: .svg, .png or .pdf.
+
+        Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
+        of file, and for a plan that was loaded from a file.
+        """
+        return shown("views").timeline(self, path)
+
+    def plot_treemap(self, path: str | Path | None = None, *, planned: bool = True) -> Figure:
+        """Draw the bytes of each module at the peak, `planned` or plain; writes and raises as `plot_timeline`."""
+        return shown("views").treemap(self, path, planned=planned)
+
+    def _repr_html_(self) -> str:
+        """The main part of the page that `report` writes, for notebooks."""
+        return shown("views").notebook(self)
 
     def table(self) -> str:
         """Tables as text: the bytes at the peak, with nothing recomputed and as planned, by row of the account; the

@@ -94,13 +94,11 @@ _MOST = 256
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan as it is stored on disk, without graphs. Stored with it are its schedule, the index of its lever set among
-    the planner's sets, and the bytes that its compiled code holds."""
+    """A plan as it is stored on disk, with what is no part of a plan's own file."""
 
     plan: Plan
     """The plan, without graphs."""
     schedule: Schedule
-    """Its schedule, which is no part of a plan's own file."""
     lever_set: int
     """The index of its lever set among the planner's lever sets."""
     footprint: Footprint | None = None

@@ -250,10 +250,8 @@ class _RegionChanges:
 
     def in_place(self) -> Iterator[Change]:
         for reuse in self.region.reuses:
-            yield self.facts.change(IN_PLACE, self.facts.nodes[reuse.name], detail=self._maker(reuse.operand))
-
-    def _maker(self, name: str) -> str:
-        return operator_name(self.facts.nodes[name])
+            operand = operator_name(self.facts.nodes[reuse.operand])
+            yield self.facts.change(IN_PLACE, self.facts.nodes[reuse.name], detail=operand)
 
     def _readers(self, storages: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:
         """For each position in `starts`, the operator in whose backward the storages are first read from there on,

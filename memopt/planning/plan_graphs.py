@@ -77,13 +77,8 @@ def stage_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage:
 
     Raises `ValueError` for a stage that no region went through.
     """
-    if stage in ("scheduled", "forward", "backward"):
-        return _schedule_diff(captured, schedules, stage, order=order)
-    return _passes_diff(captured, stage, order=order)
-
-
-def _schedule_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
-    """The nodes that scheduling added to the joint graphs: recomputed nodes and copies to and from the host."""
+    if stage not in ("scheduled", "forward", "backward"):
+        return _passes_diff(captured, stage, order=order)
     diffs = []
     for region, schedule in zip(captured.regions, schedules, strict=True):
         before, after = region.module, scheduled_graph(region, schedule)
