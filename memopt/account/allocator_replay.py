@@ -150,9 +150,7 @@ def replay(
     """The peaks of the allocator over several training steps. The allocator may reserve `limit_bytes`; None: any
     amount. Steps are replayed until one leaves the same blocks as the one before, or a fixed number of times. `calls`
     are the allocations and frees of one forward and backward; blocks that they do not free live until the optimizer is
-    done. `rising` is as for `CachingAllocator`.
-
-    Raises `CardFullError` where the limit is too low."""
+    done. `rising` is as for `CachingAllocator`. Raises `CardFullError` where the limit is too low."""
     allocator = CachingAllocator(
         expandable_segments=expandable_segments, limit_bytes=limit_bytes, state=blocks.there, rising=rising
     )

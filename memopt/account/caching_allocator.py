@@ -2,8 +2,7 @@
 
 Source: c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `alloc_found_block`, `free_block`,
 `try_merge_blocks`, `find_expandable_block`, `release_cached_blocks`) with the default settings: no largest block to
-split, no rounding to powers of two, one stream.
-"""
+split, no rounding to powers of two, one stream."""
 
 from __future__ import annotations
 
@@ -173,8 +172,7 @@ class CachingAllocator:
         state: the blocks that exist at the start: free ones may be allocated, the others are never freed.
         rising: whether a new segment is placed above all others; else at the highest address where it has room.
 
-    Raises `CardFullError` where the state is above the limit.
-    """
+    Raises `CardFullError` where the state is above the limit."""
 
     def __init__(
         self,
@@ -198,10 +196,8 @@ class CachingAllocator:
                 self._add_range(small, last.get(small))
 
     def malloc(self, nbytes: int) -> int:
-        """The address of a block of at least `nbytes`; 0 for 0 bytes.
-
-        Raises `CardFullError` where the limit does not allow it.
-        """
+        """The address of a block of at least `nbytes`; 0 for 0 bytes. Raises `CardFullError` where the limit does not
+        allow it."""
         if not nbytes:
             return 0
         size = rounded_bytes(nbytes)

@@ -109,8 +109,7 @@ def card_state(
 
     Args:
         inputs: those of the call that is planned.
-        libraries: the bytes of the workspaces that cuBLAS may have allocated.
-    """
+        libraries: the bytes of the workspaces that cuBLAS may have allocated."""
     found = device_of(device).segments(device)
     if found is None:
         return None

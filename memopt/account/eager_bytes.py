@@ -121,8 +121,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
     optimizers count their steps in them, and choose between branches by their values. With `stand_ins`, other values
     that are read as numbers are made up; without, reading one, or a random number, raises `ValueIsRead`. Where the peak
     exceeds `most_bytes`, `_TooManyBytes` is raised. After `most_calls` operators `ValueIsRead` is raised, since a loop
-    may end only when a value allows it.
-    """
+    may end only when a value allows it."""
 
     def __init__(
         self,

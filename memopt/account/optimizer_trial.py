@@ -76,12 +76,10 @@ def optimizer_on_fakes(
     """A context that yields the optimizer with fake tensors on the device `home` in place of `parameters`, so that its
     steps can be tried. With "meta" as `home` they are plain tensors on "meta".
 
-    `count` counts the state that an instance has already, or what making the optimizer allocates. `foreach`: by
-    default torch steps all parameters at once on the device that is planned for, and so it does here. `idle` are
-    parameters of an instance that have no gradient when it steps. Functions of the optimizer that `torch.compile` has
-    wrapped run uncompiled.
-
-    Raises `ValueError` as `trial` does."""
+    `count` counts the state that an instance has already, or what making the optimizer allocates. `foreach`: by default
+    torch steps all parameters at once on the device that is planned for, and so it does here. `idle` are parameters of
+    an instance that have no gradient when it steps. Functions of the optimizer that `torch.compile` has wrapped run
+    uncompiled. Raises `ValueError` as `trial` does."""
     mode = nullcontext() if home == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
     with plain_tensors(), mode, eager_optimizers(foreach=foreach):
         device = torch.device(home)
@@ -101,9 +99,8 @@ def optimizer_on_fakes(
 
 def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optimizer:
     """The optimizer that `optimizer` (class, instance, function or name) makes with the stand-ins `fakes` as its
-    parameters; of an instance a copy, with its state on `device`.
-
-    Raises `ValueError` where `optimizer` makes no optimizer, or cannot be made from the parameters alone."""
+    parameters; of an instance a copy, with its state on `device`. Raises `ValueError` where `optimizer` makes no
+    optimizer, or cannot be made from the parameters alone."""
     if isinstance(optimizer, Optimizer):
         return OptimizerCopy(fakes, device).of(optimizer)
     make: Any = _class_named(optimizer) if isinstance(optimizer, str) else optimizer

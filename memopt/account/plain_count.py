@@ -133,9 +133,8 @@ def _count_uncomputed(
 ) -> PlainStep | None:
     """As `count_plain_step`, on tensors whose values are not computed. None where fakes may tell more: where an
     operator cannot be counted so, where only the upper bound of a workspace exceeds `most_bytes`, or where the code
-    reads values and the step is not far below `most_bytes`.
-
-    Raises `TensorsTooLarge` where the tensors of the step alone hold more than `most_bytes`."""
+    reads values and the step is not far below `most_bytes`. Raises `TensorsTooLarge` where the tensors of the step
+    alone hold more than `most_bytes`."""
     count = UncomputedBytes(most_bytes)
     if not all(map(_is_plain, [*model.parameters(), *model.buffers(), *tensors_in(call)])):
         return None
@@ -279,9 +278,8 @@ def _counted(
     model's parameters and buffers to what stands for each.
 
     None where no output requires a gradient, and where the backward would change what is not the step's own: a graph
-    that was there before, or leaves that are neither in `own` nor in `inputs`. `others_too` permits such leaves
-    without hooks, `made_too` those that the forward makes.
-    """
+    that was there before, or leaves that are neither in `own` nor in `inputs`. `others_too` permits such leaves without
+    hooks, `made_too` those that the forward makes."""
     tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
     first, drawn = next_node_number(), draws_so_far()
     with count, unseen_by_hooks():

@@ -220,8 +220,7 @@ def search_for(recorded: Recorded, *, advise: bool, ahead: bool = False, budget_
             parameters to 16 bits, for which the call is captured once more.
         advise: whether a `BudgetError` names levers on the optimizer that `allow` lacks, and with `ahead` other
             changes with which the step would fit.
-        budget_bytes: takes the place of the budget in the options.
-    """
+        budget_bytes: takes the place of the budget in the options."""
     planner = recorded.planner
     options, optimizer_choice = planner.terms.options, planner.optimizer_choice
     found: dict[str, Any] = {"narrowed": _on_narrow_parameters(recorded)} if ahead else {}

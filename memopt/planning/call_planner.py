@@ -141,7 +141,6 @@ class CallPlanner:
     def traced(self, captured: CapturedCall, call: Call, hooked: frozenset[int], levers: Rewriting) -> TracedStep:
         """The joint graphs of a captured call, rewritten by a set of levers. `hooked` has the `id`s of the parameters
         whose gradients hooks wait for: the graphs return these gradients, and do not add them to `.grad` themselves.
-
         Raises `CaptureError` where the call cannot be traced, and `NothingToRewrite` where the last lever of the set
         finds nothing to rewrite."""
         number = self.terms.lever_sets.index(levers) if levers != self.terms.rewriting else -1

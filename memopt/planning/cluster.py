@@ -74,9 +74,8 @@ def check_cluster_options(
     allow: Collection[str],
 ) -> ClusterOptions | None:
     """The cluster to plan for; None where no mesh is given, which means one card. The keyword arguments are checked for
-    values that do not work on a cluster.
-
-    Raises `TypeError` or `ValueError` that names the value and what is expected."""
+    values that do not work on a cluster. Raises `TypeError` or `ValueError` that names the value and what is
+    expected."""
     cluster = check_cluster(mesh, interconnect)
     if cluster is None:
         if tp_plan is not None:

@@ -46,8 +46,7 @@ def among_equals(
         least_of: returns the plan of the same step that holds least between forward and backward; it is tried where a
             plan of the smallest peak holds too much. None: such a plan is not tried.
 
-    Raises `BudgetError`, with a budget that works, where no plan leaves enough room.
-    """
+    Raises `BudgetError`, with a budget that works, where no plan leaves enough room."""
 
     def least(plan: Plan, others_bytes: int) -> tuple[Plan, int]:
         """The plan that holds least, made beside `others_bytes`, and the bytes in which the others have room."""
@@ -112,8 +111,7 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
 
     Args:
         known: for each region of `priced`, the number of the region of `plan` whose schedule it takes; None for a
-            region that recomputes nothing.
-    """
+            region that recomputes nothing."""
     step, schedule = plan.solved
     before = step.problem
     if schedule.offloads or before.steps:

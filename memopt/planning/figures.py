@@ -190,12 +190,11 @@ _NEAREST = 1e-3
 
 
 def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier[Plan]:
-    """The frontier of a plan's step, solved for `points` budgets and for the peaks of the recipes, such as a
-    checkpoint at every block.
+    """The frontier of a plan's step, solved for `points` budgets and for the peaks of the recipes, such as a checkpoint
+    at every block.
 
     The seconds of effort "best" are shared evenly among all budgets. On a card, every point counts the allocator's
-    rounding and fragmentation as they are at the smallest budget.
-    """
+    rounding and fragmentation as they are at the smallest budget."""
     problem = joined.problem
     with stage("loading the solver"):
         warm_up()

@@ -36,9 +36,8 @@ def save(path: str | Path, value: DataclassInstance) -> None:
 
 def load(path: str | Path, kind: type[ValueT], called: str, mend: str) -> ValueT:
     """The value of type `kind` that `save` wrote. In messages, `called` says what the file should hold, and `mend` what
-    to do instead.
-
-    Raises `PlanFileError` with path, reason and mend for any other file, and `OSError` where it cannot be read."""
+    to do instead. Raises `PlanFileError` with path, reason and mend for any other file, and `OSError` where it cannot
+    be read."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -92,8 +91,7 @@ class Frontier(Generic[PlanT]):
     """Peak against added time, from the smallest budget that works to the peak with nothing recomputed.
 
     A peak counts everything that the step holds, as in a plan. A point with a larger budget never adds more time, and
-    never has a smaller peak. Data-dependent sizes count at the largest that plans allow for.
-    """
+    never has a smaller peak. Data-dependent sizes count at the largest that plans allow for."""
 
     model: str
     hardware: str
@@ -142,11 +140,9 @@ class Frontier(Generic[PlanT]):
         return self.table()
 
     def picture(self, path: str | Path) -> None:
-        """Draw the curve, the bound and the recipes into a file: .svg, .png or .pdf, by its name.
-
-        Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
-        of file.
-        """
+        """Draw the curve, the bound and the recipes into a file: .svg, .png or .pdf, by its name. Raises
+        `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind of
+        file."""
         shown("frontier").draw(self, Path(path))
 
     def _repr_svg_(self) -> str | None:

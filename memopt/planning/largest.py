@@ -28,8 +28,7 @@ class _Bracket:
     """A search over the numbers 1 to `most`, of which those up to the wanted one fit `budget_bytes`.
 
     To try few numbers, the next one is where a straight line through two known needs meets the budget; once a number is
-    known not to fit, every other one bisects the remaining interval.
-    """
+    known not to fit, every other one bisects the remaining interval."""
 
     budget_bytes: int
     most: int
@@ -119,8 +118,7 @@ def _needed_bytes(joined: Joined, request: Request) -> int:
     """The bytes of the schedule with the smallest peak; at most the budget if any schedule is found within it.
 
     On a GPU another schedule than that may need fewer bytes: the allocator's fragmentation differs between schedules by
-    a quarter of the step and more.
-    """
+    a quarter of the step and more."""
     least, budget_bytes = smallest(joined, request.account)[0], request.budget_bytes
     if not request.account.caching or not budget_bytes < least <= _NEAR * budget_bytes:
         return least

@@ -86,8 +86,7 @@ def _with_least_budget(
     that works need not work.
 
     Only budgets above `above` are tried, rounded up as messages show them (`as_text_has_it`); `free` has the
-    allocator's peaks without a limit.
-    """
+    allocator's peaks without a limit."""
     low = max(above, context + SPARE.added_to(free.allocated_bytes) - 1)
     high = as_text_has_it(max(low + 1, context + SPARE.added_to(free.reserved_bytes)))
     found = None

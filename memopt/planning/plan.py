@@ -66,8 +66,7 @@ class Plan:
     """A training step as planned: which tensors it saves, recomputes and offloads, its peak, and its time.
 
     Sizes are in bytes, times in seconds. A plan made in this process also carries the captured graphs (`graphs`,
-    `diff`, `at`, `frontier`); one that was loaded from a file does not.
-    """
+    `diff`, `at`, `frontier`); one that was loaded from a file does not."""
 
     model: str
     hardware: str
@@ -205,8 +204,7 @@ class Plan:
                 operator, with the reasons; or the name of one pass, or the label of one pipeline of passes.
             order: show nodes that only moved, and renamed temporaries, too.
 
-        Raises `ValueError` for another name, and for a plan that was loaded from a file.
-        """
+        Raises `ValueError` for another name, and for a plan that was loaded from a file."""
         step = self._source().priced
         if isinstance(stage, Plan):
             return shown("views").plans_diff(self, step, stage, stage._source().priced, order=order)
@@ -230,16 +228,14 @@ class Plan:
           (dies within its half), "alias" of another node's memory, "fused" into the nodes that read it, or "input".
 
         So "seconds" sum to `step_seconds`, "held_bytes" to `held_bytes` as planned before graphs are compiled, and
-        "recomputed" to `diff().recomputed`. Raises `ValueError` for a plan that was loaded from a file.
-        """
+        "recomputed" to `diff().recomputed`. Raises `ValueError` for a plan that was loaded from a file."""
         step, schedule = self.solved
         return joint_digraph(step.traced, step.problem, schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
         """The plan of the same captured step for another budget in GB of 1024³ bytes. `effort` and `limit_seconds` are
-        those of `memopt.optimize`, by default the ones that this plan was made with.
-
-        Raises `BudgetError` where none fits, and `ValueError` for a plan that was loaded from a file."""
+        those of `memopt.optimize`, by default the ones that this plan was made with. Raises `BudgetError` where none
+        fits, and `ValueError` for a plan that was loaded from a file."""
         chosen = self._effort(effort, limit_seconds)
         return self._source().at(self, budget_bytes(budget_gb), chosen)
 
@@ -252,9 +248,7 @@ class Plan:
 
     def recipes(self) -> tuple[Recipe, ...]:
         """The peaks and added times of well-known recipes, such as checkpointing every block, on the same captured
-        step, by simulation.
-
-        Raises `ValueError` for a plan that was loaded from a file."""
+        step, by simulation. Raises `ValueError` for a plan that was loaded from a file."""
         return self._source().recipes(self)
 
     def cards(self) -> tuple[OnCard, ...]:
@@ -288,8 +282,7 @@ class Plan:
             cards: what `Plan.cards` returned, to be shown as a table.
 
         The page of a plan that was loaded from a file shows the budget only. Raises `ValueError` for a path that does
-        not end in .html.
-        """
+        not end in .html."""
         shown("views").write_report(self, Path(path), frontier, cards)
 
     def explain(self, op: str | None = None) -> str:
@@ -300,8 +293,7 @@ class Plan:
             op: a name that the tables show, or a part of an operator's or a module's name, such as "mlp.c_fc". If
                 several match, they are listed, and the one whose forward takes longest is explained.
 
-        Raises `ValueError` if no operator matches, or if the plan was loaded from a file.
-        """
+        Raises `ValueError` if no operator matches, or if the plan was loaded from a file."""
         return shown("op_story").explain(self, op)
 
     def export(self, path: str | Path, format: Format | None = None) -> None:
@@ -313,17 +305,13 @@ class Plan:
                 chrome://tracing; "dot" (.dot) for Graphviz and Netron: the joint graph, each node with its
                 fate (saved, recomputed, offloaded, …).
 
-        Raises `ValueError` for another format, and for a plan that was loaded from a file.
-        """
+        Raises `ValueError` for another format, and for a plan that was loaded from a file."""
         shown("views").export(self, Path(path), format)
 
     def plot_timeline(self, path: str | Path | None = None) -> Figure:
         """Draw the memory over the step, as planned and with nothing recomputed, as a matplotlib figure; with `path`
-        into a file too: .svg, .png or .pdf.
-
-        Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
-        of file, and for a plan that was loaded from a file.
-        """
+        into a file too: .svg, .png or .pdf. Raises `ModuleNotFoundError` without matplotlib (`pip install
+        'memopt[picture]'`), `ValueError` for another kind of file, and for a plan that was loaded from a file."""
         return shown("views").timeline(self, path)
 
     def plot_treemap(self, path: str | Path | None = None, *, planned: bool = True) -> Figure:

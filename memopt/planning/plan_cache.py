@@ -3,8 +3,7 @@ graphs that are to run, and agreed on by all ranks.
 
 Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the call is
 planned as if there were none. Plans are not trusted either: a plan's schedule is simulated, and every figure by which
-its step runs or is refused is computed again.
-"""
+its step runs or is refused is computed again."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
     Args:
         footprint: the bytes that the compiled graphs hold; None where they are not compiled.
         own: the account of the step, which includes neither the allocator's overhead nor what later forwards hold.
-        to_come: the number of further forwards that hold as much as this one until the backward.
-    """
+        to_come: the number of further forwards that hold as much as this one until the backward."""
     step, schedule = plan.solved
     joined = step.problem
     try:

@@ -42,8 +42,7 @@ class StageDiff:
     def summary(self) -> str:
         """The number of recomputed operators and offloaded values; for a stage that has none, what its passes did.
 
-        Views of a recomputed or offloaded value move with it and are not counted.
-        """
+        Views of a recomputed or offloaded value move with it and are not counted."""
         counts = {"recomputed": self.recomputed, "offloaded": self.offloaded}
         if any(counts.values()):
             return ", ".join(f"{count} {fate}" for fate, count in counts.items() if count)
@@ -73,10 +72,7 @@ def stage_graphs(captured: TracedStep, schedules: Sequence[RegionSchedule]) -> d
 
 def stage_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
     """The changes that a stage made to the graphs of all regions (see `Plan.diff`); with `order`, operators that only
-    changed their place count, too.
-
-    Raises `ValueError` for a stage that no region went through.
-    """
+    changed their place count, too. Raises `ValueError` for a stage that no region went through."""
     if stage not in ("scheduled", "forward", "backward"):
         return _passes_diff(captured, stage, order=order)
     diffs = []

@@ -56,8 +56,7 @@ def as_compiled(plan: Plan, footprints: Sequence[Footprint | None]) -> Plan:
     by region: None for a region that is not compiled and holds what is planned. At least one region is compiled.
 
     On a card, the allocator's calls are replayed: for a call in one region those of the compiled code; for several
-    regions those of the plan, to which the bytes are added that the compiled code holds beyond the plan.
-    """
+    regions those of the plan, to which the bytes are added that the compiled code holds beyond the plan."""
     step, schedule = plan.solved
     problem = step.problem.problem
     simulated = simulate(problem, schedule, ANY_LINK)
@@ -163,8 +162,7 @@ class Refit(Generic[Made]):
 
         The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan; from the second round over
         budget on also 1, 3, 7, … times this round's excess, since the code of a slightly smaller plan often has the
-        same peak. Between a round that left too few bytes free and one that left enough, it is halfway if need be.
-        """
+        same peak. Between a round that left too few bytes free and one that left enough, it is halfway if need be."""
         self._tried.add(planned.regions)
         uncompiled = planned.ceiling_bytes - planned.account.lowering
         left, room = self.budget_bytes - uncompiled, self.budget_bytes - compiled.ceiling_bytes

@@ -2,8 +2,7 @@
 
     Recorded ─trace(levers)─▶ Traced ─price(account)─▶ Priced ─solve(budget, effort)─▶ Plan ─emit_plan─▶ Emitted
 
-Calls in one region, in several, and with a plan from disk go through these stages, the last without `solve`.
-"""
+Calls in one region, in several, and with a plan from disk go through these stages, the last without `solve`."""
 
 from __future__ import annotations
 
@@ -57,10 +56,8 @@ class Recorded:
     situation: Situation
 
     def trace(self, levers: Rewriting) -> Traced:
-        """The call rewritten by a set of levers and differentiated into joint graphs; cached.
-
-        Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the last lever of the set finds
-        nothing to rewrite."""
+        """The call rewritten by a set of levers and differentiated into joint graphs; cached. Raises `CaptureError`
+        where it cannot be traced, and `NothingToRewrite` where the last lever of the set finds nothing to rewrite."""
         return Traced(self, self.planner.traced(self.captured, self.call, self.situation.hooked, levers))
 
     def tightest(self, batches: int = 1) -> Priced:
@@ -171,8 +168,7 @@ class Priced:
         there is none.
 
         With `offload`, activations and frozen parameters may go to the host where there is a link to it and that is
-        faster than recomputation.
-        """
+        faster than recomputation."""
         if self.step.settings.hosted or not self.step.hostable:
             return self._solve_as_is(budget_bytes, effort, offload=offload)
         as_is, refused = self._tried(budget_bytes, effort, offload=offload)

@@ -53,8 +53,7 @@ def price(
         joint: the graph, with fake tensors in `meta["val"]`.
         forward_outputs: how many of its results are the forward's; the others are gradients.
         price_of: the seconds and workspace of a node.
-        use: what the step does with the graph's inputs and results.
-    """
+        use: what the step does with the graph's inputs and results."""
     return _Pricer(joint, forward_outputs, price_of, use).run()
 
 
@@ -169,8 +168,7 @@ class _Pricer:
         """Append the op that stands for the regions whose outputs are the inputs of these numbers, if there are any.
 
         It makes a storage without bytes for each such input, which the ops that read the input read: so a schedule
-        shows where the input is needed. Returns number of an input → position of that storage in `listed`.
-        """
+        shows where the input is needed. Returns number of an input → position of that storage in `listed`."""
         indices = ((number, index) for number in numbers for index in self.storages_of_input(number))
         linked = {number: index for number, index in indices if index not in self.mutated}
         for number, index in linked.items():
@@ -275,8 +273,7 @@ class _Pricer:
 
         A gradient with the parameter's strides becomes `.grad` itself. Others are copied one after the other, and the
         copy of an expanded gradient is larger than the original. Where parameters are stepped in the backward, those
-        that could not be stepped earlier are stepped here.
-        """
+        that could not be stepped earlier are stepped here."""
         gradients = dict(enumerate(self.results[self.forward_outputs :]))
         receivers = {number: number for number in gradients} if self.use.receivers is None else self.use.receivers
         pairs = [(self.inputs[number].meta["val"], gradients[position]) for position, number in receivers.items()]

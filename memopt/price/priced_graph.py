@@ -166,8 +166,7 @@ def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Seq
 
     Args:
         results: the storage of each of the node's results.
-        made: the storages among `results` that the node makes.
-    """
+        made: the storages among `results` that the node makes."""
     places = {number: made.index(storage) for number, storage in enumerate(results) if storage in made}
     beyond = len(made) - len(results)
     return tuple(
@@ -268,8 +267,7 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]
             after the call's last backward; the first region gets an op for it, since its backward is the last.
             `before_backward` is the most held from the end of the last region's forward to the end of the call's
             forward; the last region gets an op for it. `during` is held from the end of the call's forward until the
-            last region's backward; the last region gets a storage for it.
-    """
+            last region's backward; the last region gets a storage for it."""
     problem, own, around = priced.problem, eager[number], eager[-1]
     last = number == len(eager) - 2
     forward, backward, held = (len(problem.storages) + more for more in range(3))
