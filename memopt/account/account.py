@@ -190,6 +190,9 @@ def account_of(
     if live is not None:
         optimizer, trained, stepped = live.like(optimizer), live.in_order(trained), live.in_order(stepped)
     optimizer_bytes = count(optimizer, stepped, device.type, idle)
+    # Sequence parallelism leaves on each rank a part of the gradient of a parameter that every rank has whole: the
+    # optimizer sums these over ranks, at most three at once.
+    summed = max((shard_of(one).nbytes for one in trained if is_replicated(one)), default=0)
     home, (reserve, context) = parameters[0].device, _reserve(card)
     own = distinct_bytes([*parameters, *model.buffers()], block)
     return Account(
@@ -197,7 +200,7 @@ def account_of(
         buffers=own - distinct_bytes(parameters, block) + (0 if device.is_host else _COPIES * undo_bytes(model, block)),
         inputs=distinct_bytes((given for given in inputs if given.device.type in (home.type, "meta")), block),
         optimizer_state=optimizer_bytes.state_bytes,
-        optimizer_temporaries=optimizer_bytes.step_temporary_bytes + _summed_bytes(trained),
+        optimizer_temporaries=optimizer_bytes.step_temporary_bytes + 3 * summed,
         gradients=distinct_bytes(trained, block),
         reserve=reserve,
         context=context,
@@ -219,12 +222,6 @@ def for_card(account: Account, card: Hardware) -> Account:
     alone = replace(account, elsewhere=0, tolerance=0, unforeseen=0, rounding=0, fragmentation=0, card_state=None)
     reserve, context = _reserve(card)
     return replace(alone, reserve=reserve, context=context)
-
-
-def _summed_bytes(trained: Iterable[torch.Tensor]) -> int:
-    """The bytes of the sums over ranks that an optimizer makes of gradients, at most three at once. Sequence
-    parallelism leaves on each rank a part of the gradient of a parameter that every rank has whole."""
-    return 3 * max((shard_of(value).nbytes for value in trained if is_replicated(value)), default=0)
 
 
 def in_blocks(sizes: Iterable[int], device: Hardware | torch.device) -> int:

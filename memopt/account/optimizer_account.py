@@ -217,7 +217,9 @@ def _tried(
         moved = count.bytes_among([parameter.data for parameter in stepped])  # replaces their old memory
         made = count.bytes_among([parameter.grad for parameter in stepped])  # gradients that it made
         temporaries = max(0, count.peak_bytes - count.live_bytes) + made + SCALARS
-        name = f"{name} ({_way(count.kernels)})"
+        ways = {"::_fused_": "fused", "::_foreach_": "foreach"}  # known from the kernels that it called
+        way = next((way for mark, way in ways.items() if any(mark in kernel for kernel in count.kernels)), "for-loop")
+        name = f"{name} ({way})"
         held = dict.fromkeys([*state_tensors(on_fakes), *held_tensors(on_fakes)])
         blocks = tuple(tensor.nbytes for tensor in held if count.has_counted(tensor))
         state = count.live_bytes - moved - made
@@ -261,9 +263,3 @@ def _set_step(on_fakes: Optimizer, number: int) -> None:
                 step.fill_(number)
         elif isinstance(step, (int, float)):
             state["step"] = number
-
-
-def _way(kernels: set[str]) -> str:
-    """The optimizer's implementation ("fused", "foreach" or "for-loop"), known from the kernels that it called."""
-    ways = {"_fused_": "fused", "_foreach_": "foreach"}
-    return next((way for mark, way in ways.items() if any(f"::{mark}" in name for name in kernels)), "for-loop")

@@ -61,7 +61,9 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         call = describe(func, args, kwargs, ())
-        kernel = self._kernel(call)
+        if call not in self._kernels:
+            self._kernels[call] = _Kernel.of(call, *self._results_of(call))
+        kernel = self._kernels[call]
         if kernel.is_view:
             return func(*args, **kwargs)
         self.calls[call] += 1
@@ -69,7 +71,10 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
             raise TensorsTooLarge
         self._workspace_bytes = kernel.workspace_bytes
         if kernel.may_be_known and all(map(self._is_known, given)):
-            return _protected(func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            for tensor in tensors_in(result):
+                protected(tensor)
+            return result
         for position in kernel.written:
             self._uncomputed.add(given[position].untyped_storage())
         return tree_unflatten([self._result(leaf, given) for leaf in kernel.results], kernel.structure)
@@ -77,11 +82,6 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """An upper bound on the workspace of the kernel that `run` was last called for; the arguments are not used."""
         return self._workspace_bytes
-
-    def _kernel(self, call: OpCall) -> _Kernel:
-        if call not in self._kernels:
-            self._kernels[call] = _Kernel.of(call, *self._results_of(call))
-        return self._kernels[call]
 
     def _results_of(self, call: OpCall) -> tuple[Any, Any, Any]:
         """The arguments of a call, by position and by keyword, and its results: on "meta", or as fakes with corrected
@@ -170,12 +170,6 @@ def _written(call: OpCall, args: Sequence[Any], kwargs: dict[str, Any]) -> list[
 
 def _spec(leaf: Any) -> Any:
     return TensorSpec(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _protected(result: Any) -> Any:
-    for tensor in tensors_in(result):
-        protected(tensor)
-    return result
 
 
 def _is_known_kind(tensor: torch.Tensor) -> bool:

@@ -137,26 +137,23 @@ def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding:
         first = index < joined.problem.forward_ops and index not in seen
         seen.add(index)
         local = joined.owner[index][1]
-        found = block_of(paths[local])
-        of_block = (forward if first else backward).setdefault(found if found in blocks else "", Counter())
+        block = block_of(paths[local])
+        of_block = (forward if first else backward).setdefault(block if block in blocks else "", Counter())
         of_block[kinds.get(names[local], MEMORY)] += op.seconds  # type: ignore[assignment]
     in_order = ["", *(name for name in forward if name)]
     by_name = {group.name: group for group in sharding.groups}
     nothing = ParameterGroup("", frozenset(), 0, 0, 0)
-    return [
-        _times(by_name.get(name, nothing), forward.get(name, Counter()), backward.get(name, Counter()), sharding)
-        for name in in_order
-    ]
-
-
-def _times(group: ParameterGroup, forward: Seconds, backward: Seconds, sharding: Sharding) -> _GroupTimes:
-    cluster = sharding.cluster
-    gather = cluster.dp_shard.gather_seconds(group.gathered_bytes) if group.gathered_bytes else 0.0
-    reduce = 0.0
-    if group.reduced_bytes:
-        share = group.reduced_bytes // cluster.mesh.dp_shard
-        reduce = cluster.dp_shard.gather_seconds(group.reduced_bytes) + cluster.dp_replicate.sum_seconds(share)
-    return _GroupTimes(group, forward, backward, gather, reduce)
+    cluster, found = sharding.cluster, []
+    for name in in_order:
+        group = by_name.get(name, nothing)
+        gather = cluster.dp_shard.gather_seconds(group.gathered_bytes) if group.gathered_bytes else 0.0
+        reduce = 0.0
+        if group.reduced_bytes:
+            share = group.reduced_bytes // cluster.mesh.dp_shard
+            reduce = cluster.dp_shard.gather_seconds(group.reduced_bytes) + cluster.dp_replicate.sum_seconds(share)
+        computed = forward.get(name, Counter()), backward.get(name, Counter())
+        found.append(_GroupTimes(group, *computed, gather, reduce))
+    return found
 
 
 def _bounds_of_nodes(step: PricedStep) -> dict[str, str]:

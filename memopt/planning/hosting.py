@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from torch import fx
-
 from memopt.planning.priced_step import PricedStep
 from memopt.units import size
 
@@ -25,16 +23,12 @@ def lacking(step: PricedStep) -> tuple[str, ...]:
     )
 
 
-def _is_stack(node: fx.Node) -> bool:
-    """Whether a parameter is a stack of matrices, and no kernel of a convolution."""
-    return node.meta["val"].dim() == 3 and not any("conv" in str(user.target) for user in node.users)
-
-
 def stacked(step: PricedStep) -> tuple[str, ...]:
     """A note for the plan where parameters on the host are stacks of matrices, as of experts; else none."""
     (region, *_) = step.traced.regions
     inputs = enumerate(region.module.graph.find_nodes(op="placeholder"))
-    count = sum(number in step.settings.hosted and _is_stack(node) for number, node in inputs)
+    three = (node for number, node in inputs if number in step.settings.hosted and node.meta["val"].dim() == 3)
+    count = sum(not any("conv" in str(user.target) for user in node.users) for node in three)
     return (
         f"{count} of the parameters on the host are stacks of matrices, as of experts: each is copied to the device as "
         "a whole, even if a batch reaches few of the experts",

@@ -77,17 +77,13 @@ class _Bracket:
             return (self.fits + self.refused) // 2  # bisection, where lines predict badly
         if len(self.needs) < 2:
             return most
-        low, high = (self.fits, self.refused) if self.is_closed else self._nearest()
+        nearest = sorted(self.needs, key=lambda number: abs(self.needs[number] - self.budget_bytes))
+        low, high = (self.fits, self.refused) if self.is_closed else sorted(nearest[:2])
         slope = (self.needs[high] - self.needs[low]) / (high - low)
         guess = low + int((self.budget_bytes - self.needs[low]) / slope) if slope > 0 else self.fits
         if guess <= self.fits:  # the line leads to a number that fits, or nowhere: twice as far from the first number
             guess = most if not slope else self.fits + (1 if self.is_closed else farther)
         return min(guess, most)
-
-    def _nearest(self) -> tuple[int, int]:
-        """The two known numbers whose needs lie nearest to the budget, the smaller number first."""
-        one, other = sorted(self.needs, key=lambda number: abs(self.needs[number] - self.budget_bytes))[:2]
-        return min(one, other), max(one, other)
 
 
 _NEAR = 1.25

@@ -107,7 +107,8 @@ class OptimizerChoice:
         return [
             lever
             for lever in self._named()
-            if not ((whole and _in_backward(lever)) or (on_host and _offloads(lever)) or (wide and _narrows(lever)))
+            if not ((whole and _in_backward(lever)) or (wide and _narrows(lever)))
+            if not (on_host and lever.optimizer is not None and lever.optimizer.offloads)
         ]
 
     @property
@@ -185,7 +186,3 @@ def _narrows(lever: Lever) -> bool:
 
 def _in_backward(lever: Lever) -> bool:
     return lever.optimizer is not None and lever.optimizer.in_backward
-
-
-def _offloads(lever: Lever) -> bool:
-    return lever.optimizer is not None and lever.optimizer.offloads

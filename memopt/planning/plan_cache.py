@@ -54,7 +54,10 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         return False
     if place_steps(joined, schedule) != (schedule, frozenset()) or split(joined, step.traced, schedule) != plan.regions:
         return False
-    counted = _counted(plan, footprint)
+    if footprint is not None:
+        counted = as_compiled(plan, [footprint])
+    else:
+        counted = recounted(plan, plan.account, held_bytes=held_after_forward(joined.problem, schedule))
     if counted != plan:
         return False
     lowering = own.lowering if footprint is None else counted.account.lowering
@@ -76,14 +79,6 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         card_state=found.card_state,
     )
     return found == same and breakdown(joined.problem, schedule, account).peak_bytes <= plan.budget_bytes
-
-
-def _counted(plan: Plan, footprint: Footprint | None) -> Plan:
-    """The plan with the figures that follow from its schedule, its account and its compiled graphs."""
-    if footprint is not None:
-        return as_compiled(plan, [footprint])
-    step, schedule = plan.solved
-    return recounted(plan, plan.account, held_bytes=held_after_forward(step.problem.problem, schedule))
 
 
 _MOST = 256

@@ -99,7 +99,9 @@ class _Regions:
                 continue
             peaks.append(left_more + self._beside(region, forward) + footprint.forward_bytes)
             peaks.append(left_more + self._beside(region, backward) + footprint.backward_bytes)
-            before, left_more = left_more, left_more + footprint.held_bytes - self._left(forward)
+            made = set(forward) - self.eager
+            left = sum(nbytes for nbytes, born, dies in self.lives if born in made and max(made) < dies)
+            before, left_more = left_more, left_more + footprint.held_bytes - left
             peaks.append(max(before, left_more) + self._planned(self.eager.intersection(forward + backward)))
         return max(peaks), left_more
 
@@ -120,11 +122,6 @@ class _Regions:
             if born < first <= dies
             and (born in self.eager or (self.owner[born] != region and not (self._is_late(born) and dies <= last)))
         )
-
-    def _left(self, forward: Sequence[int]) -> int:
-        """The bytes of the values that a region's forward makes and leaves."""
-        made = set(forward) - self.eager
-        return sum(nbytes for nbytes, born, dies in self.lives if born in made and max(made) < dies)
 
     def _is_late(self, position: int) -> bool:
         """Whether an evaluation is part of a backward."""
