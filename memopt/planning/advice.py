@@ -120,8 +120,8 @@ class _Advice:
             return
         planner = self.like(self.planner, levers=(*self.options.levers, OFFLOAD_PARAMETERS))
         own = planner.price_settings
-        open_to = {"link": own.link, "activations": own.activations, "frozen": own.frozen}
-        hosting = lean.opened(**open_to).hosting_all()
+        opened = lean.step.priced_for(link=own.link, activations=own.activations, frozen=own.frozen)
+        hosting = Priced(opened, lean.account).hosting_all()
         if hosting is not None:
             lying = size(hosting.step.problem.problem.home_bytes)
             changes = (

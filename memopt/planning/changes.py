@@ -17,15 +17,8 @@ from passes.graphs.graph_text import format_target
 from passes.graphs.node_facts import module_path
 
 DTYPE, CAST, FUSED, CHUNKED, REWRITTEN, REMOVED = "dtype", "cast", "fused", "chunked", "rewritten", "removed"
-SAVED, RECOMPUTED, OFFLOADED, FREED, IN_PLACE, MOVED = (
-    "saved as",
-    "recomputed",
-    "offloaded",
-    "freed early",
-    "in place",
-    "moved",
-)
-KEPT = "kept gathered"
+SAVED, RECOMPUTED, OFFLOADED, FREED = "saved as", "recomputed", "offloaded", "freed early"
+IN_PLACE, KEPT, MOVED = "in place", "kept gathered", "moved"
 KINDS = (DTYPE, CAST, FUSED, CHUNKED, REWRITTEN, REMOVED, SAVED, RECOMPUTED, OFFLOADED, FREED, IN_PLACE, KEPT, MOVED)
 """The kinds of changes, in the order in which the changes of a module are shown."""
 

@@ -31,10 +31,7 @@ _CLOSE = 64
 
 
 def among_equals(
-    beside: Callable[[int], Plan],
-    others: int,
-    budget_bytes: int,
-    least_of: Callable[[Plan], Plan] | None = None,
+    beside: Callable[[int], Plan], others: int, budget_bytes: int, least_of: Callable[[Plan], Plan] | None = None
 ) -> Plan:
     """The fastest plan found of a forward that leaves room for `others` further forwards, each of which holds as much
     as this plan does between forward and backward.

@@ -26,15 +26,7 @@ from memopt.planning.cluster import ShardedCall
 from memopt.planning.joined import Joined, join, with_meanwhile
 from memopt.price.node_prices import is_scheduled, price_nodes
 from memopt.price.price import price
-from memopt.price.priced_graph import (
-    GraphUse,
-    NodePrice,
-    ParameterSteps,
-    PassedOn,
-    PricedGraph,
-    hostable,
-    with_eager,
-)
+from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph, hostable, with_eager
 from memopt.solver import Link, Solver
 from passes.graphs.node_facts import graph_results, is_random, is_tangent
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -152,10 +151,6 @@ class Priced:
     def under(self, account: Account) -> Priced:
         """The same step, priced for another account."""
         return Priced(self.step.under(account), account)
-
-    def opened(self, **settings: Any) -> Priced:
-        """The same step, priced with `settings`, fields of `PriceSettings` that say what may lie on the host."""
-        return Priced(self.step.priced_for(**settings), self.account)
 
     def hosting(self, numbers: Collection[int]) -> Priced:
         """The same step with exactly the inputs of these numbers (frozen parameters) in the host's memory."""
