@@ -78,20 +78,15 @@ class CallAccounts:
         parameters that get gradients in the call; None counts gradients and optimizer state of all parameters."""
         found = (self._found or self.beside.look(call)) if situation.elsewhere is None else None
         trains, steps = self._trained(reached, situation)
+        terms, live = self.terms, self.live_optimizer
+        optimizer = None if terms.sharding else terms.options.optimizer
         account = account_of(
-            self.terms.model,
-            tensors_in(call),
-            None if self.terms.sharding else self.terms.options.optimizer,
-            self.terms.card,
-            trains,
-            steps,
-            self.live_optimizer,
-            self._optimizer_account,
+            terms.model, tensors_in(call), optimizer, terms.card, trains, steps, live, self._optimizer_account
         )
         held, others = situation.gradients_held, situation.other_forwards
         meanwhile = (situation.meanwhile or 0) + (situation.for_other_models or 0)
-        if self.terms.sharding is not None:
-            account = self.terms.sharding.account(account, self.terms.options.optimizer, self.terms.card, steps)
+        if terms.sharding is not None:
+            account = terms.sharding.account(account, terms.options.optimizer, terms.card, steps)
         account = self.optimizer_choice.adjusted(
             replace(account, gradients_held=held, other_forwards=others, meanwhile=meanwhile)
         )
@@ -127,11 +122,8 @@ class CallAccounts:
         reached = trained(joints, captured)
         self.note_reached(reached)
         account = self.account(call, situation, reached=reached)
-        account = replace(
-            account,
-            inputs=max(account.inputs, in_blocks(captured.input_bytes, self.terms.card)),
-            lowering=lowering_bytes,
-        )
+        inputs = max(account.inputs, in_blocks(captured.input_bytes, self.terms.card))
+        account = replace(account, inputs=inputs, lowering=lowering_bytes)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=captured.output_bytes)
         return account

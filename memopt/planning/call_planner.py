@@ -243,22 +243,17 @@ class CallPlanner:
     def capture_on_fakes(self, call: Call, narrowed: ParameterCast | None) -> CapturedCall:
         """The call captured on fake tensors, with parameters and inputs cast as `narrowed` says (None: not cast).
         Raises `CaptureError` where the model cannot be captured without values."""
-        if self.terms.sharding is not None:
-            narrowed = ParameterCast(self.terms.sharding.dtype, frozenset())
-        if is_tensor_parallel(self.terms.model):
+        model, sharding, everything = self.terms.model, self.terms.sharding, self.differentiate_all
+        if sharding is not None:
+            narrowed = ParameterCast(sharding.dtype, frozenset())
+        if is_tensor_parallel(model):
             raise CaptureError(
-                f"{type(self.terms.model).__name__} is split by parallelize_module, and can only be captured on "
+                f"{type(model).__name__} is split by parallelize_module, and can only be captured on "
                 "tensors with values; give example inputs with values, on the model's device"
             )
         with stage("capturing"):
-            return capture_on_fakes(
-                self.terms.model,
-                call,
-                self.loss_fn,
-                self.terms.device(),
-                differentiate_all=self.differentiate_all,
-                narrowed=narrowed,
-            )
+            home = self.terms.device()
+            return capture_on_fakes(model, call, self.loss_fn, home, differentiate_all=everything, narrowed=narrowed)
 
     def job(self, call: Call, situation: Situation) -> PlanJob:
         """Everything that the plan of a call depends on, from which the key of the plan on disk is made."""
@@ -284,15 +279,11 @@ class CallPlanner:
     def screen(self, call: Call, situation: Situation) -> None:
         """Run a call to record the ranges of values by which the dtypes of operators are decided, once for calls of the
         same kind; does nothing where dtypes do not depend on values."""
-        terms = self.terms
+        terms, everything = self.terms, self.differentiate_all
         for screenings in self._screenings:
-            here = terms.options.hardware is None  # the budget is another device's if one was named
-            resident_bytes = self.accounts.account(call, situation).resident_bytes if here else 0
+            room = None
+            if terms.options.hardware is None:  # the budget is another device's if one was named
+                room = terms.options.budget_bytes - self.accounts.account(call, situation).resident_bytes
             screenings.look(
-                terms.model,
-                call,
-                self.loss_fn,
-                terms.lever_sets,
-                room_bytes=terms.options.budget_bytes - resident_bytes if here else None,
-                differentiate_all=self.differentiate_all,
+                terms.model, call, self.loss_fn, terms.lever_sets, room_bytes=room, differentiate_all=everything
             )

@@ -99,17 +99,8 @@ class GraphFacts:
     def change(self, kind: str, node: fx.Node, **fields: Any) -> Change:
         """The change `kind` of a node, with the node's names, module and source line; `fields` are further fields."""
         source, code = self.line(node)
-        return Change(
-            kind,
-            node.name,
-            module_path(node),
-            operator_name(node),
-            self._number[node.name],
-            source=source,
-            code=code,
-            region=self.region,
-            **fields,
-        )
+        named = node.name, module_path(node), operator_name(node), self._number[node.name]
+        return Change(kind, *named, source=source, code=code, region=self.region, **fields)
 
 
 def operator_name(node: fx.Node) -> str:

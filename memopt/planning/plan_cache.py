@@ -69,16 +69,9 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         account = as_compiled(replace(plan, account=bare), [footprint]).account
     if account is None:
         return False
-    found = plan.account
-    same = replace(
-        account,
-        elsewhere=found.elsewhere,
-        other_forwards=found.other_forwards,
-        rounding=found.rounding,
-        fragmentation=found.fragmentation,
-        card_state=found.card_state,
-    )
-    return found == same and breakdown(joined.problem, schedule, account).peak_bytes <= plan.budget_bytes
+    may_differ = ("elsewhere", "other_forwards", "rounding", "fragmentation", "card_state")
+    same = replace(account, **{name: getattr(plan.account, name) for name in may_differ})
+    return plan.account == same and breakdown(joined.problem, schedule, account).peak_bytes <= plan.budget_bytes
 
 
 _MOST = 256

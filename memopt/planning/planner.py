@@ -269,11 +269,8 @@ def least_on_card(joined: Joined, schedule: Schedule, account: Account) -> Accou
 
 def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:
     """The peak and the added time of each well-known recipe, such as checkpointing every block, by simulation."""
+    seconds = joined.problem.seconds or 1.0
     return tuple(
-        Recipe(
-            baseline.name,
-            step_peak_bytes(joined, account, baseline.peak_bytes) / GIB,
-            baseline.added_seconds / joined.problem.seconds if joined.problem.seconds else 0.0,
-        )
-        for baseline in joined.portfolio.baselines()
+        Recipe(one.name, step_peak_bytes(joined, account, one.peak_bytes) / GIB, one.added_seconds / seconds)
+        for one in joined.portfolio.baselines()
     )

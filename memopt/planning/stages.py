@@ -368,13 +368,10 @@ def _keeping(plan: Plan, count: int) -> Plan:
     assert step.traced.sharded is not None
     sharding = step.traced.sharded.sharding
     account = replace(plan.account, kept=sharding.kept_bytes(count))
-    kept = sharding.blocks[len(sharding.blocks) - count :]
-    return recounted(
-        plan,
-        account,
-        cluster=cluster_step(step.problem, schedule, step, account, kept=count),
-        kept=tuple((block.name, block.gathered_bytes) for block in kept),
-    )
+    blocks = sharding.blocks[len(sharding.blocks) - count :]
+    kept = tuple((block.name, block.gathered_bytes) for block in blocks)
+    cluster = cluster_step(step.problem, schedule, step, account, kept=count)
+    return recounted(plan, account, cluster=cluster, kept=kept)
 
 
 def _seconds(plan: Plan) -> float:
