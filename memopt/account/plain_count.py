@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ from memopt.random_states import draws_so_far
 from memopt.saved_values import values_restored
 from memopt.training_state import undone, undone_but_parameters
 
+Run: TypeAlias = Callable[..., Any]
+"""The forward of a model and its loss."""
 READS_MARGIN = 4
 """Where the code reads values, such as whether a mask is all true, a step is counted without computing it only if this
 many times its peak would fit."""
@@ -89,7 +91,7 @@ class PlainStep:
 
 def count_plain_step(
     model: nn.Module,
-    run: Callable[..., Any],
+    run: Run,
     call: Call,
     card: Hardware,
     *,
@@ -123,13 +125,7 @@ def count_plain_step(
 
 
 def _count_uncomputed(
-    model: nn.Module,
-    run: Callable[..., Any],
-    call: Call,
-    *,
-    gradients_held: bool,
-    most_bytes: float,
-    graph: Retention = FREED,
+    model: nn.Module, run: Run, call: Call, *, gradients_held: bool, most_bytes: float, graph: Retention = FREED
 ) -> PlainStep | None:
     """As `count_plain_step`, on tensors whose values are not computed. None where fakes may tell more: where an
     operator cannot be counted so, where only the upper bound of a workspace exceeds `most_bytes`, or where the code
@@ -160,14 +156,7 @@ def _count_uncomputed(
 
 
 def _count_on_fakes(
-    model: nn.Module,
-    run: Callable[..., Any],
-    call: Call,
-    card: Hardware,
-    *,
-    gradients_held: bool,
-    most_bytes: float,
-    graph: Retention = FREED,
+    model: nn.Module, run: Run, call: Call, card: Hardware, *, gradients_held: bool, most_bytes: float, graph: Retention
 ) -> PlainStep | None:
     """As `count_plain_step`, on fake tensors. They are on the model's device; for a model on "meta" on the device that
     would run it here, where inputs with values may lie, too."""
@@ -201,7 +190,7 @@ def _count_on_fakes(
 
 def count_on_values(
     model: nn.Module,
-    run: Callable[..., Any],
+    run: Run,
     call: Call,
     card: Hardware,
     most_bytes: int,
@@ -233,14 +222,7 @@ def count_on_values(
 
 
 def _count_once(
-    model: nn.Module,
-    run: Callable[..., Any],
-    call: Call,
-    card: Hardware,
-    most_bytes: int,
-    *,
-    graph: Retention,
-    checkpoints: bool,
+    model: nn.Module, run: Run, call: Call, card: Hardware, most_bytes: int, *, graph: Retention, checkpoints: bool
 ) -> PlainStep | None:
     home = next(model.parameters()).device
     args, kwargs = replaced_tensors(call, lambda one: one.clone() if is_wrapper(one) else same_memory(one))
