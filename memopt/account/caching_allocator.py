@@ -196,8 +196,7 @@ class CachingAllocator:
                 self._add_range(small, last.get(small))
 
     def malloc(self, nbytes: int) -> int:
-        """The address of a block of at least `nbytes`; 0 for 0 bytes. Raises `CardFullError` where the limit does not
-        allow it."""
+        """The address of a block of at least `nbytes`; 0 for 0 bytes. Raises `CardFullError` above the limit."""
         if not nbytes:
             return 0
         size = rounded_bytes(nbytes)
@@ -281,9 +280,8 @@ class CachingAllocator:
         self._add_unmapped(rest)
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
-        """Take the smallest free block that is large enough from the free list, the first in memory of several. With
-        expandable segments, go on to the next larger ones while each has less `room`. None if no block is large
-        enough."""
+        """Take the smallest free block that is large enough, the first in memory of several. With expandable segments,
+        go on to the next larger ones while each has less `room`. None if no block is large enough."""
         free = self._free[small]
         at = bisect_left(free, (size, 0))
         if at == len(free):

@@ -35,8 +35,7 @@ class GivenOptimizer:
     replace its optimizer, as when layers are unfrozen, and the state of the first one is then to be freed."""
 
     kept: OptimizerLike
-    """The optimizer as it was given; in place of an instance of one of torch's own classes, a function that makes
-    another one with the same options."""
+    """The optimizer as given; for an instance of one of torch's classes, a function that makes another like it."""
     instance: weakref.ref[Optimizer] | None = None
     """A weak reference to an instance of one of torch's own classes; None for everything else."""
 
@@ -126,8 +125,7 @@ def fused(optimizer: OptimizerLike) -> OptimizerLike:
     """The same optimizer with torch's fused kernels, which need no temporaries: of an instance a shallow copy, of all
     else a function that takes the parameters.
 
-    None where the optimizer uses fused kernels already, has no such option, or is None. Raises `ValueError` as `trial`
-    does."""
+    None where the optimizer uses fused kernels already, has no such option, or is None. Raises as `trial` does."""
     if optimizer is None:
         return None
     groups = (optimizer if isinstance(optimizer, Optimizer) else trial(optimizer, {}, HOST)).param_groups
@@ -227,8 +225,7 @@ def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LiveOptimizer:
-    """An existing optimizer: its class, the order of its parameters and whether it uses fused kernels. The bytes that
-    its step takes depend on these."""
+    """What the bytes of an existing optimizer depend on: its class, its parameters' order, its kernels."""
 
     kind: type[Optimizer]
     order: tuple[int, ...]

@@ -44,8 +44,7 @@ from memopt.training_state import undone, undone_but_parameters
 Run: TypeAlias = Callable[..., Any]
 """The forward of a model and its loss."""
 READS_MARGIN = 4
-"""Where the code reads values, such as whether a mask is all true, a step is counted without computing it only if this
-many times its peak would fit."""
+"""A step whose code reads values is counted without computing it only if this many times its peak would fit."""
 LEFT_OUT_MARGIN = 2
 """A step with kernels that make more bytes than their fake results have, such as those of recurrent layers, is counted
 on values only if this many times what is known of it would fit: one such kernel may hold more than all that is left."""

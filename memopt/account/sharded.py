@@ -52,9 +52,8 @@ class Sharding:
 
     @classmethod
     def of(cls, model: nn.Module, cluster: Cluster, dtype: torch.dtype) -> Sharding:
-        """The sharding of a model's parameters over the cards of `cluster`, in one group for each block of the model,
-        as FSDP2 gathers them; `dtype` is that in which the step computes. A parameter with several names belongs to the
-        group of the first."""
+        """The sharding of a model's parameters over the cards of `cluster`, one group for each block; the step computes
+        in `dtype`. A parameter with several names belongs to the group of the first."""
         members: dict[str, list[torch.Tensor]] = {"": []}
         for name, parameter in model.named_parameters():
             members.setdefault(block_of(name), []).append(parameter)
@@ -90,8 +89,7 @@ class Sharding:
 
     def kept_bytes(self, count: int) -> int:
         """The bytes beyond `gathered_bytes` that it takes to keep the last `count` blocks gathered until their
-        backward. The parameters of these blocks then exist at once, and one buffer into which another block is
-        gathered."""
+        backward. These then exist at once, beside one buffer into which another block is gathered."""
         kept = sum(group.gathered_bytes for group in self.blocks[len(self.blocks) - count :])
         return max(0, kept - self._largest_bytes)
 

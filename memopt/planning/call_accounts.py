@@ -30,8 +30,7 @@ from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
 class Looks(Protocol):
-    """Finds the bytes on the model's device that belong to none of its training steps. `memopt.run.share.Share` does,
-    and says what each member is."""
+    """Finds the bytes on the device that belong to no training step, as `memopt.run.share.Share` does and says."""
 
     @property
     def fixed_bytes(self) -> int | None: ...
@@ -131,8 +130,7 @@ class CallAccounts:
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
         """A context in which a call is planned: all accounts made in the block use one search of the device for other
-        tensors, made at its entry, and one trial of the optimizer's step. What planning itself allocates does not
-        count."""
+        tensors, made at its entry, and one trial of the optimizer's step."""
         before, self._card_state = self._card_state, self._card_state_now(call)
         found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
         try:

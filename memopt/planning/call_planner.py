@@ -234,8 +234,7 @@ class CallPlanner:
 
     def _observed(self, region: RecordedRegion, call: Call, low: torch.dtype | None) -> tuple[Observed, ...]:
         """The results of a forward's data-dependent operators. With a dtype `low` the forward runs under autocast to
-        it, since the budget of a plan in 16 bits may have no room for fp32; if that raises, in the plain model's
-        dtypes."""
+        it, since the budget of a plan in 16 bits may have no room for fp32; if that raises, in its own dtypes."""
         with suppress(Exception), autocast_to(low, region, keeps_casts=False):
             return observe(self.terms.model, call, self.plain)
         return observe(self.terms.model, call, self.plain)  # index_add, for one, cannot add bf16 to fp32

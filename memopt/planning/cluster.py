@@ -74,8 +74,7 @@ def check_cluster_options(
     allow: Collection[str],
 ) -> ClusterOptions | None:
     """The cluster to plan for; None where no mesh is given, which means one card. The keyword arguments are checked for
-    values that do not work on a cluster. Raises `TypeError` or `ValueError` that names the value and what is
-    expected."""
+    values that do not work on a cluster. Raises `TypeError` or `ValueError`."""
     cluster = check_cluster(mesh, interconnect)
     if cluster is None:
         if tp_plan is not None:
@@ -121,9 +120,8 @@ class ShardedCall:
         """The reduce-scatters of the gradients that a graph makes, one for each group of parameters. `accumulating`:
         shards of gradients exist already, and are added to.
 
-        The account counts one buffer, of the size that the largest block needs, for the whole step. A reduction's own
-        bytes are those beyond it: 0 for a block, and for the root module's parameters the bytes by which their buffer
-        is larger."""
+        The account counts one buffer, as large as the largest block needs. A reduction's own bytes are those beyond it:
+        0 for a block, and for the root module's parameters the bytes by which their buffer is larger."""
         trained = region.inputs_with_gradients
         buffer_bytes = self.sharding.exchange_bytes
         return tuple(

@@ -203,9 +203,8 @@ class StepBytes:
 
 
 def lasting_bytes(account: Account, *, beside: bool = False) -> int:
-    """The bytes of a step that stay from step to step: parameters, gradients, optimizer state and the like. With
-    `beside`, what the account counts beside the step is included: other forwards, and what lies elsewhere on the
-    device."""
+    """The bytes of a step that stay from step to step: parameters, gradients, optimizer state and the like; with
+    `beside` also other forwards, and what lies elsewhere."""
     gradients = 0 if account.gradients_held else account.gradients
     others = 0 if beside else account.other_forwards + account.elsewhere
     return account.resident_bytes + gradients - others
@@ -247,8 +246,7 @@ def returned_bytes(plan: Plan) -> int:
 
 def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
     """The smallest budget in bytes of a step where the caller still holds the outputs of the previous step during the
-    forward. `returned` is the bytes of these outputs; with 0, the outputs of the step's problem count, which is right
-    for a call of one region."""
+    forward. They have `returned` bytes; 0: as the outputs of the step's problem, of one region."""
 
     def of(way: Priced) -> int:
         joined = way.step.problem
@@ -311,8 +309,7 @@ def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_by
     `spared_bytes`.
 
     `plan(nbytes, staying)` makes a plan that leaves these two numbers of bytes free, or raises `BudgetError`. The last
-    attempt is `plan(0, 0)`, whose error is passed on. In the returned plan, the bytes left free are not counted as
-    used."""
+    attempt is `plan(0, 0)`, whose error is passed on. The bytes left free do not count as used."""
 
     def alone(nbytes: int, staying: int) -> Plan:
         found = plan(nbytes, staying)

@@ -35,9 +35,8 @@ def save(path: str | Path, value: DataclassInstance) -> None:
 
 
 def load(path: str | Path, kind: type[ValueT], called: str, mend: str) -> ValueT:
-    """The value of type `kind` that `save` wrote. In messages, `called` says what the file should hold, and `mend` what
-    to do instead. Raises `PlanFileError` with path, reason and mend for any other file, and `OSError` where it cannot
-    be read."""
+    """The value of type `kind` that `save` wrote. In messages, `called` says what it is, and `mend` what to do instead.
+    Raises `PlanFileError` with path, reason and mend for any other file, and `OSError` where it cannot be read."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.get("format") != FORMAT:
@@ -140,9 +139,8 @@ class Frontier(Generic[PlanT]):
         return self.table()
 
     def picture(self, path: str | Path) -> None:
-        """Draw the curve, the bound and the recipes into a file: .svg, .png or .pdf, by its name. Raises
-        `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind of
-        file."""
+        """Draw the curve and the recipes into a file: .svg, .png or .pdf, by its name. Raises `ModuleNotFoundError`
+        without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind of file."""
         shown("frontier").draw(self, Path(path))
 
     def _repr_svg_(self) -> str | None:

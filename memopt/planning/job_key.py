@@ -50,8 +50,7 @@ class PlanJob:
     def key(self, graph_module: fx.GraphModule) -> str | None:
         """The key, a hash, of the call with the graph that Dynamo captured of it.
 
-        None where another process could not recognise the call, as with an optimizer made by a function, or with
-        changing sizes."""
+        None where another process could not recognise the call: an optimizer made by a function, changing sizes."""
         values = [node.meta.get("example_value") for node in graph_module.graph.nodes if node.op == "placeholder"]
         if any(isinstance(value, torch.SymInt) for value in values):
             return None

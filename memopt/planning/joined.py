@@ -186,8 +186,7 @@ def solve_stepping(
     The problem is `joined`, or the same with more parameters stepped at the end of the backward (all of them after
     `ROUNDS` attempts).
 
-    Each parameter's step comes right after the operators that it waits for; the peak is at most `most_bytes`, if
-    given."""
+    Each parameter's step comes right after the operators that it waits for; the peak is at most `most_bytes`."""
     if not joined.steps:
         return joined, solve(joined)
     assert joined.leaving is not None
@@ -208,8 +207,7 @@ def solve_stepping(
 def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
     """The schedule with the optimizer's step of each parameter right after the last evaluation that reads the parameter
     or its gradient, as in the emitted code; and the numbers of the inputs (parameters) for which that position is not
-    valid. The steps of these must wait for the end of the backward. If there are any, the schedule is returned
-    unchanged."""
+    valid. The steps of these must wait for the end of the backward. Then the schedule is as given."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:

@@ -113,8 +113,7 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
 def _needed_bytes(joined: Joined, request: Request) -> int:
     """The bytes of the schedule with the smallest peak; at most the budget if any schedule is found within it.
 
-    On a GPU another schedule than that may need fewer bytes: the allocator's fragmentation differs between schedules by
-    a quarter of the step and more."""
+    On a GPU another schedule may need less, as fragmentation differs by a quarter of the step and more."""
     least, budget_bytes = smallest(joined, request.account)[0], request.budget_bytes
     if not request.account.caching or not budget_bytes < least <= _NEAR * budget_bytes:
         return least

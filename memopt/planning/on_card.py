@@ -85,8 +85,7 @@ def _with_least_budget(
     allocated. Its fragmentation is raised until its peak is that budget, which was tried itself: a budget above one
     that works need not work.
 
-    Only budgets above `above` are tried, rounded up as messages show them (`as_text_has_it`); `free` has the
-    allocator's peaks without a limit."""
+    Only budgets above `above` are tried, rounded up by `as_text_has_it`; `free` has the peaks without a limit."""
     low = max(above, context + SPARE.added_to(free.allocated_bytes) - 1)
     high = as_text_has_it(max(low + 1, context + SPARE.added_to(free.reserved_bytes)))
     found = None

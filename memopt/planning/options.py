@@ -210,9 +210,8 @@ def _given(default: Any, check: Callable[[Any], Any] | None = None, name: str = 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `memopt.optimize`, checked. To add an option, give it a type in `StepOptions` or
-    `PlanOptions`, and a field here with its default and its check; fields that depend on several options are made in
-    `check_options`."""
+    """The arguments of `memopt.optimize`, checked. To add an option, give it a type in `StepOptions` or `PlanOptions`,
+    and a field here with default and check; `check_options` makes fields of several options."""
 
     budget_bytes: int
     loss_fn: Callable[..., Any] | None = field(metadata=_given(None, _check_loss))

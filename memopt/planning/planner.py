@@ -189,8 +189,7 @@ def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Accou
 
 def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The solution with the smallest peak, those for a few budgets between the smallest and the request's, and all
-    without offloads that were found for other budgets: a schedule that the allocator cannot run may lie between two
-    that it can."""
+    without offloads that were found for other budgets, as the allocator may run any of them."""
     bare = without_allocator(request.account)
     taken, least = _smallest_peak(joined, offload=request.offload)
     yield taken, least

@@ -162,8 +162,7 @@ class Priced:
         """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError` where
         there is none.
 
-        With `offload`, activations and frozen parameters may go to the host where there is a link to it and that is
-        faster than recomputation."""
+        With `offload`, activations and frozen parameters may go to the host where that is faster than recomputation."""
         if self.step.settings.hosted or not self.step.hostable:
             return self._solve_as_is(budget_bytes, effort, offload=offload)
         as_is, refused = self._tried(budget_bytes, effort, offload=offload)

@@ -58,8 +58,7 @@ class MemoryUses:
 
 def hostable(graph: fx.Graph, numbers: Collection[int], least_bytes: int) -> dict[int, int]:
     """The bytes of those inputs among `numbers` that may lie on the host, by input number, in the order in which they
-    are first read. The graph must read them, and neither write to them nor return their memory; inputs below
-    `least_bytes` are left out."""
+    are first read. The graph must only read them; inputs below `least_bytes` are left out."""
     storages = find_storages(graph)
     uses = MemoryUses(graph, storages)
     order = {node: place for place, node in enumerate(graph.nodes)}
