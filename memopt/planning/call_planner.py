@@ -15,6 +15,7 @@ from torch.distributed import is_available, is_initialized
 
 from memopt.account.account import Account
 from memopt.account.elsewhere import in_steps
+from memopt.account.sharded import Sharding
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import DataSizes, Observed, is_real, match, new_symbols, observe
 from memopt.capture.dry_run import cannot_capture
@@ -33,7 +34,6 @@ from memopt.levers.precision import DecidePrecision, check_rules
 from memopt.levers.recompute import RECOMPUTE
 from memopt.lru import LruCache
 from memopt.planning.call_accounts import CallAccounts, Looks
-from memopt.planning.cluster import ShardedCall
 from memopt.planning.job_key import PlanJob
 from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
@@ -212,15 +212,13 @@ class CallPlanner:
             kept=captured.kept,
         )
 
-    def _sharded(self, captured: CapturedCall) -> ShardedCall | None:
+    def _sharded(self, captured: CapturedCall) -> Sharding | None:
         """The sharding of a call's parameters over the cluster that is planned for; None for one card."""
-        if self.terms.sharding is None:
-            return None
-        if not captured.whole:
+        if self.terms.sharding is not None and not captured.whole:
             raise CaptureError(
                 f"mesh needs a forward that is one graph; this one breaks, since {captured.break_reason}; give no mesh"
             )
-        return ShardedCall.of(self.terms.sharding, captured.runs[0].parameter_ids)
+        return self.terms.sharding
 
     def _sizes(self, region: JointGraph, call: Call, rewriting: Rewriting) -> DataSizes:
         """The data-dependent sizes of a region, observed in a run of the call's forward; empty for fake tensors."""

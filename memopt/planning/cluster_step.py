@@ -69,8 +69,8 @@ def cluster_step(
     """The time of a whole step on one card of a cluster under a schedule; `account` gives the bytes that the
     optimizer's step reads and writes. The blocks are FSDP2's groups of parameters, all but the root module's. The last
     `kept` of them are gathered once and stay; all others are gathered for the forward and for the backward."""
-    assert step.traced.sharded is not None
-    sharding = step.traced.sharded.sharding
+    sharding = step.traced.sharded
+    assert sharding is not None
     times = _group_times(joined, schedule, step, sharding)
     root, blocks = times[0], times[1:]
     freed = blocks[: len(blocks) - kept]

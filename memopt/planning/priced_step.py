@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from memopt.account.account import Account
+from memopt.account.sharded import Sharding
 from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
@@ -22,7 +23,7 @@ from memopt.device.devices import device_of
 from memopt.device.storages import made_bytes, storage_bytes, tensors_of
 from memopt.lru import LruCache
 from memopt.optimizers import Stepping
-from memopt.planning.cluster import ShardedCall
+from memopt.planning.cluster import exchange_prices, reductions_of
 from memopt.planning.joined import Joined, join, with_meanwhile
 from memopt.price.node_prices import is_scheduled, price_nodes
 from memopt.price.price import price
@@ -84,7 +85,7 @@ class TracedStep:
     """The bytes of eager code around each region of a call in several, as `eager_of_runs` returns them; else empty."""
     passed: tuple[Passed, ...] = ()
     """The results of each region of a call in several that do not stay to the end of the step; else empty."""
-    sharded: ShardedCall | None = None
+    sharded: Sharding | None = None
     """How the parameters are spread over a cluster; None for one card."""
     kept: tuple[tuple[str, int], ...] = ()
     """Under FSDP2, the path and the bytes of each block that stays gathered from its forward to its backward."""
@@ -163,7 +164,7 @@ class TracedStep:
             held = [node for node in region.held_nodes if is_scheduled(node)]
             prices = price_nodes(held, settings.hardware, timed=settings.timed, generated=region.generated)
             if self.sharded is not None:
-                prices |= self.sharded.exchange_prices(held)
+                prices |= exchange_prices(self.sharded, held)
             self._node_prices[key] = prices.__getitem__
         return self._node_prices[key]
 
@@ -276,7 +277,7 @@ def _priced_region(
             passed_on=_passed_on(traced, number),
             overwritten=region.overwritten,
             decisions=traced.decisions(number, settings.hardware),
-            reductions=sharded.reductions(region, accumulating=settings.accumulating) if sharded else (),
+            reductions=reductions_of(sharded, region, accumulating=settings.accumulating) if sharded else (),
             receivers=region.receivers if region.places else None,
         )
         priced = price(

@@ -230,10 +230,9 @@ class Priced:
         """`plan` under FSDP2 with as many of the last blocks kept gathered, from their forward to their backward, as
         the budget has room for. Where the step waits for gathers, more blocks are kept and more is recomputed, if that
         is faster by the rates of the links. A plan for one card is returned as it is."""
-        sharded = self.step.traced.sharded
-        if sharded is None or sharded.sharding.cluster.mesh.dp_shard == 1:
+        sharding = self.step.traced.sharded
+        if sharding is None or sharding.cluster.mesh.dp_shard == 1:
             return plan
-        sharding = sharded.sharding
         blocks = len(sharding.blocks)
         room = plan.budget_bytes - plan.ceiling_bytes
         kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
@@ -364,8 +363,8 @@ def beside_freed(plan: Plan, freed: Plan) -> Plan:
 def _keeping(plan: Plan, count: int) -> Plan:
     """The plan with the same schedule and the last `count` blocks kept gathered until their backward."""
     step, schedule = plan.solved
-    assert step.traced.sharded is not None
-    sharding = step.traced.sharded.sharding
+    sharding = step.traced.sharded
+    assert sharding is not None
     account = replace(plan.account, kept=sharding.kept_bytes(count))
     blocks = sharding.blocks[len(sharding.blocks) - count :]
     kept = tuple((block.name, block.gathered_bytes) for block in blocks)
