@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -29,8 +31,11 @@ from memopt.price.node_prices import is_scheduled, price_nodes
 from memopt.price.price import price
 from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph, hostable, with_eager
 from memopt.solver import Link, Solver
+from memopt.units import size
 from passes.graphs.node_facts import graph_results, is_random, is_tangent
 
+_SHARES = 8
+"""Plans are tried with 1/8, 2/8, … and all of the bytes of frozen parameters that may lie on the host."""
 _MOST_PRICED = 32
 """The number of settings by which a traced step stays priced: a few situations, and combinations of proposals."""
 
@@ -214,6 +219,44 @@ class PricedStep:
             return {}
         found = {number for number, one in region.frozen_ids.items() if one in self.settings.frozen}
         return hostable(region.module.graph, found - region.overwritten, self.settings.hardware.least_moved_bytes)
+
+    @property
+    def host_room_bytes(self) -> float:
+        """The most bytes of the host's memory that the step may take."""
+        link = self.settings.link
+        return math.inf if link is None or link.host_bytes is None else link.host_bytes
+
+    def host_choices(self) -> list[tuple[int, ...]]:
+        """Sets of inputs (frozen parameters) to put on the host, as input numbers, from few to all that the host has
+        room for. Each is spread evenly over the step, so that compute hides as many of the copies as possible: in the
+        order of the bits of places read backwards (van der Corput, 1935)."""
+        numbers, total = list(self.hostable), sum(self.hostable.values())
+        bits = max(1, (len(numbers) - 1).bit_length())
+        places = sorted(range(len(numbers)), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))
+        order = [numbers[place] for place in places]
+        sums = list(accumulate(self.hostable[number] for number in order))
+        most = (min(total * part // _SHARES, self.host_room_bytes) for part in range(1, _SHARES + 1))
+        counts = {sum(nbytes <= room for nbytes in sums) for room in most}
+        return [tuple(order[:count]) for count in sorted(counts) if count]
+
+    def host_notes(self) -> tuple[str, ...]:
+        """A note for the plan where host memory has no room for all frozen parameters that may lie there; else none."""
+        total, room = sum(self.hostable.values()), self.host_room_bytes
+        return (
+            f"the host has room for {size(int(min(total, room)))} of the {size(total)} of frozen parameters that may "
+            "lie there: give host_gb if it has more",
+        ) * (total > room)
+
+    def notes_on_stacks(self) -> tuple[str, ...]:
+        """A note for the plan where parameters on the host are stacks of matrices, as of experts; else none."""
+        (region, *_) = self.traced.regions
+        inputs = enumerate(region.module.graph.find_nodes(op="placeholder"))
+        three = (node for number, node in inputs if number in self.settings.hosted and node.meta["val"].dim() == 3)
+        count = sum(not any("conv" in str(user.target) for user in node.users) for node in three)
+        return (
+            f"{count} of the parameters on the host are stacks of matrices, as of experts: each is copied to the "
+            "device as a whole, even if a batch reaches few of the experts",
+        ) * (count > 0)
 
     def under(self, account: Account) -> PricedStep:
         """The same step, priced for another account."""

@@ -25,7 +25,6 @@ from memopt.planning.cards import OnCard, on_cards
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.figures import plan_by, recounted, sweep, with_rows_of
 from memopt.planning.frontier import Frontier, Recipe
-from memopt.planning.hosting import choices, lacking, stacked
 from memopt.planning.joined import Joined
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan
@@ -170,7 +169,7 @@ class Priced:
             return as_is
         if refused is not None and not offload:
             raise self._refused_without(refused)
-        found = [self.hosting(numbers) for numbers in choices(self.step)]
+        found = [self.hosting(numbers) for numbers in self.step.host_choices()]
         timed: list[tuple[float, int]] = []
         for number, hosting in enumerate(found):
             request = Request(hosting.account, budget_bytes)
@@ -188,14 +187,14 @@ class Priced:
             refused = min(filter(None, (error, refused)), key=lambda one: one.smallest_bytes)
         if as_is is None:
             assert refused is not None
-            raise refused.adding(*lacking(self.step))
+            raise refused.adding(*self.step.host_notes())
         return as_is
 
     def _refused_without(self, refused: BudgetError) -> BudgetError:
         """The refusal of a step that offloads nothing, where frozen parameters may lie on the host. If the step needs
         less with parameters there, it names that budget; if that even fits the budget given, it keeps its own figure,
         as one that is not the smallest (`BudgetError.least`)."""
-        everything, budget, notes = self.hosting_all(), refused.budget_bytes, lacking(self.step)
+        everything, budget, notes = self.hosting_all(), refused.budget_bytes, self.step.host_notes()
         hosted = None if everything is None else everything.smallest()
         if hosted is None or hosted[0] >= refused.smallest_bytes:
             return refused.adding(*notes)
@@ -214,7 +213,7 @@ class Priced:
 
     def hosting_all(self) -> Priced | None:
         """The same step with as many frozen parameters in the host's memory as may lie there; None where none may."""
-        found = choices(self.step)
+        found = self.step.host_choices()
         return self.hosting(found[-1]) if found else None
 
     def _solve_as_is(self, budget_bytes: int, effort: Effort, *, offload: bool = True) -> Plan:
@@ -265,7 +264,7 @@ class Priced:
         step = self.step.stepping_as([region.steps for region in regions])
         source = StepOfPlan(lambda: step)
         plan = plan_by(solution, joined, step, regions, account, budget_bytes, effort, source)
-        return replace(plan, notes=plan.notes + stacked(step)) if step.settings.hosted else plan
+        return replace(plan, notes=plan.notes + step.notes_on_stacks()) if step.settings.hosted else plan
 
     def smallest(self) -> tuple[int, str]:
         """The smallest budget in bytes that works, and a text on what dominates its peak."""
