@@ -139,8 +139,7 @@ class Account:
 
     @property
     def by_segments(self) -> tuple[Account, ...]:
-        """The accounts to plan with, one for each kind of segments that a plan may have torch's allocator use: ordinary
-        ones, then expandable ones. This account alone where a plan has no choice."""
+        """The accounts to plan with: by ordinary and by expandable segments where a plan may choose, else this one."""
         if not (self.caching and self.may_expand):
             return (self,)
         return tuple(replace(self, expandable=expandable, may_expand=False) for expandable in (False, True))

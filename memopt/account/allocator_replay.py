@@ -115,8 +115,7 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The bytes of each block that is allocated outside of forward and backward, as for parameters and optimizer state,
-    in the order of allocation; and the blocks that exist when a replay begins."""
+    """The blocks outside of forward and backward, as bytes in the order of allocation, and those there at first."""
 
     resident: tuple[int, ...]
     """Allocated before the first step, and never freed."""

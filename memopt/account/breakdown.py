@@ -52,8 +52,7 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
 
 
 def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int) -> dict[str, int]:
-    """Bytes alive while evaluation `position` runs, by row: those of storages as `kind_of` says, and the workspace of
-    that evaluation, or what code outside of the regions holds then."""
+    """Bytes alive while evaluation `position` runs, by row: of storages (`kind_of`), workspace, and other code."""
     op_now = problem.ops[schedule.evaluations[position]]
     totals: Counter[str] = Counter()
     for storage, evaluation in live_versions(problem, schedule, position):

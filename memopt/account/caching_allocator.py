@@ -51,8 +51,7 @@ class _Addresses:
         """The places for new ranges, each as (address, end), ascending."""
 
     def occupy(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Take the windows in which segments lie, given as address and bytes in ascending order. The rest of these
-        windows are holes; adjacent windows form one range."""
+        """Take the windows of these segments (address, bytes), ascending; what is left of a window is a hole."""
         end: int | None = None
         begin = 0
         for address, nbytes in segments:

@@ -129,8 +129,7 @@ class _Owners:
     tensors: Mapping[int, int] = field(default_factory=dict)
     """All tensors that Python knows."""
     copies: Collection[int] = ()
-    """The addresses of copies from which a call can be undone. Their blocks count as free: each call makes its own
-    copies, and its account has them among the bytes that are still to come."""
+    """Copies from which a call can be undone: free, since each call makes its own, which its account has."""
 
     def kind_of(self, address: int) -> Kind:
         """What the block at an address holds, as far as Python knows."""

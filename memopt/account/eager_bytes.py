@@ -56,8 +56,7 @@ class AllocationLimit:
         """The bytes that `malloc` could allocate at the first reading, less those that were mapped then."""
 
     def bytes(self) -> int | None:
-        """An upper bound on the bytes allocated now, usually far too high; None for devices other than the CPU, and
-        where `malloc` does not report its figures."""
+        """An upper bound on the bytes allocated now; None but on the CPU, and where `malloc` does not tell."""
         if self._device.type != HOST.type or (mapped := _mapped_bytes()) is None:
             return None
         if self._unmapped is None:
@@ -69,8 +68,7 @@ class AllocationLimit:
 
 
 def _mapped_bytes() -> tuple[int, int] | None:
-    """The bytes that the process has mapped now: private and writable, with those of `malloc`; and resident pages of
-    files and of shared memory. None where the operating system does not tell."""
+    """The bytes mapped now: private and writable; and resident pages of files and shared memory. None: unknown."""
     try:
         pages = list(map(int, os.pread(_statm_descriptor(os.getpid()), 256, 0).split()))
         return pages[5] * mmap.PAGESIZE, pages[2] * mmap.PAGESIZE
@@ -143,8 +141,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self._kernels_of = device_type
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result: real for one-element tensors in the host's memory, made up for a fake tensor that is
-        read as a number. Raises `ValueIsRead` as the class says."""
+        """The operator's result: real for one element on the host, made up for a fake number, as the class says."""
         self.kernels.add(schema_of(func).name)
         self._calls_left -= 1
         if self._calls_left < 0:
@@ -169,13 +166,11 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
     def exclude(self, tensors: Any) -> None:
-        """Leave the fake tensors among these out of the count. Real tensors cannot be left out: they count where the
-        counted code creates them, or as the fake copies that the fake mode makes of them."""
+        """Leave the fakes among these out. Real tensors cannot be: they count where the code or the fakes copy them."""
         super().exclude([tensor for tensor in tensors_in(tensors) if isinstance(tensor, FakeTensor)])
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The bytes of the operator's workspace: an upper bound from a rule; on the CPU, where that bound would raise
-        the peak, the bytes measured in a run of the kernel."""
+        """The bytes of the operator's workspace: a rule's upper bound, or on the CPU measured if it were the peak."""
         if next(tensors_in(result), None) is None:
             return 0
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
@@ -281,8 +276,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return 0
 
     def measure(self) -> None:
-        """Run the kernels whose workspace `eager_workspace` left out, and raise the peak to what was held while they
-        ran plus that workspace. Raises `_TooManyBytes` where the peak exceeds `most_bytes`."""
+        """Run the kernels that `eager_workspace` left out, and raise the peak. Raises `_TooManyBytes`."""
         for call, live_bytes in self._unmeasured.items():
             self.live_bytes = live_bytes
             self.raise_peak(eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - live_bytes))
@@ -296,8 +290,7 @@ class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._device_type = None  # numbers in the host's memory count too
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result. An elementwise operator that writes to its first argument is not run, since on "meta"
-        it would have no effect: its result is that argument."""
+        """The operator's result; an elementwise one in place, without effect on "meta", returns its argument."""
         in_place = torch.Tag.pointwise in func.tags and schema_of(func).name.endswith("_")
         if in_place and args[0].is_meta:
             self.kernels.add(schema_of(func).name)
@@ -310,8 +303,7 @@ class _TooManyBytes(Exception):
 
 
 class WorkspaceUnknown(Exception):
-    """Raised where the workspace of an operator's kernel, which is not measured yet, decides whether the operator may
-    run. The only argument is the operator's `OpCall`."""
+    """Raised with an `OpCall` whose workspace, not measured yet, decides whether the operator may run."""
 
 
 class TensorsTooLarge(_TooManyBytes):

@@ -136,8 +136,7 @@ def _account_of(
 
 
 def takes_singly(optimizer: OptimizerLike) -> bool:
-    """Whether `optimizer` is, or names, a class of torch (Adam, AdamW, NAdam, RAdam, SGD) in which state and step of
-    each parameter do not depend on the other parameters."""
+    """Whether it is, or names, a class of torch that steps each parameter whatever the others are."""
     names = [single.__name__.lower() for single in _SINGLY]
     return optimizer.lower() in names if isinstance(optimizer, str) else optimizer in _SINGLY
 
@@ -241,8 +240,7 @@ def refuse(optimizer: Optimizer) -> None:
 
 
 def _run_steps(on_fakes: Optimizer, count: EagerBytes, name: str) -> None:
-    """Run three steps: the first makes the state, the second has it from its start, the third has a late step number.
-    Raises `_TrialError` where one does not run on fake tensors."""
+    """Run three steps: a first, a second, and a late one. Raises `_TrialError` where one does not run."""
     try:
         for number in (None, None, _LATE_STEP):
             if number is not None:

@@ -266,8 +266,7 @@ def steps_any(optimizer: Optimizer, ids: set[int]) -> bool:
 
 
 def live_optimizer_of(optimizer: Any, live: Sequence[LiveOptimizer]) -> LiveOptimizer | None:
-    """The only optimizer in `live` whose class is `optimizer`, a class or its name. None if there is not exactly one,
-    and where `optimizer` is an instance or a function."""
+    """The only one in `live` whose class is `optimizer`, a class or its name; else None."""
     name = optimizer.lower() if isinstance(optimizer, str) else None
     found = [one for one in live if one.kind is optimizer or one.kind.__name__.lower() == name]
     return found[0] if len(found) == 1 else None

@@ -157,8 +157,7 @@ def _count_uncomputed(
 def _count_on_fakes(
     model: nn.Module, run: Run, call: Call, card: Hardware, *, gradients_held: bool, most_bytes: float, graph: Retention
 ) -> PlainStep | None:
-    """As `count_plain_step`, on fake tensors. They are on the model's device; for a model on "meta" on the device that
-    would run it here, where inputs with values may lie, too."""
+    """As `count_plain_step`, on fakes on the model's device; for one on "meta" on that which would run it here."""
     home = next(model.parameters()).device
     home = device_here() if home.type == "meta" else home
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -330,8 +329,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_of_a_library(hook: Callable[..., Any]) -> bool:
-    """Whether a forward hook comes with a library that keeps nothing of what its hooks see: that by which
-    transformers lets inputs require gradients for activation checkpointing, or torch's parametrisations."""
+    """Whether a forward hook is of a library whose hooks keep nothing: transformers, peft, torch's parametrisations."""
     module = getattr(hook, "__module__", "")
     return module.partition(".")[0] in ("torch", "transformers", "peft")
 

@@ -39,8 +39,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._uncomputed: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A leaf tensor with the same layout that is not counted: for a small integer tensor or mask a copy (zeros
-        if it is on "meta"), for others a tensor without memory."""
+        """A leaf tensor of the same layout that is not counted: a copy of a small integer one, else without memory."""
         if _is_known_kind(tensor):
             return protected(torch.zeros_like(tensor, device=HOST) if tensor.is_meta else tensor.clone())
         return self._new(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype)).requires_grad_(tensor.requires_grad)
@@ -84,8 +83,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return self._workspace_bytes
 
     def _results_of(self, call: OpCall) -> tuple[Any, Any, Any]:
-        """The arguments of a call, by position and by keyword, and its results: on "meta", or as fakes with corrected
-        strides where those on "meta" may be laid out otherwise than the kernel's."""
+        """A call's arguments and results on "meta", or as fakes with true strides where those on "meta" may differ."""
         args, kwargs = call.make_arguments("meta")
         with plain_tensors(), torch.no_grad():
             if not may_differ(call.op, tensors_in((args, list(kwargs.values())))):

@@ -237,8 +237,7 @@ def search_for(recorded: Recorded, *, advise: bool, ahead: bool = False, budget_
 
 
 def _on_narrow_parameters(recorded: Recorded) -> Callable[[Rewriting], Priced | None]:
-    """A function that prices the step under a lever set with parameters in bf16. It returns None where the model cannot
-    be captured with such parameters, or the last lever of the set finds nothing to rewrite."""
+    """A function that prices the step under a lever set with parameters in bf16; None where that is impossible."""
     planner, call, situation = recorded.planner, recorded.call, recorded.situation
 
     @cache

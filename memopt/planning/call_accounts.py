@@ -129,8 +129,7 @@ class CallAccounts:
 
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
-        """A context in which a call is planned: all accounts made in the block use one search of the device for other
-        tensors, made at its entry, and one trial of the optimizer's step."""
+        """A context in which all accounts of a call use one search of the device and one trial of the optimizer."""
         before, self._card_state = self._card_state, self._card_state_now(call)
         found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
         try:
@@ -192,8 +191,7 @@ class CallAccounts:
 
     @property
     def stepped_elsewhere(self) -> frozenset[int]:
-        """The `id`s of parameters that have state in the given optimizer although no captured call gives them a
-        gradient: they get gradients from code outside of the forward."""
+        """The `id`s of parameters with state in the given optimizer that no captured call gives a gradient."""
         optimizer = self.terms.options.optimizer
         state = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else ()
         return frozenset([id(parameter) for parameter in state if isinstance(parameter, torch.Tensor)]) - self.reached

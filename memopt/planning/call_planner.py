@@ -62,8 +62,7 @@ _MOST_STEPS = 24
 
 
 class CallPlanner:
-    """Captures on fake tensors, rewrites and differentiates the training calls of one model so that they can be
-    planned. `plain` is a function that runs the forward of the plain model."""
+    """Captures, rewrites and differentiates a model's training calls to plan them; `plain` runs its forward."""
 
     def __init__(
         self,
@@ -87,8 +86,7 @@ class CallPlanner:
         self._steps: LruCache[tuple[Any, ...], tuple[CapturedCall, TracedStep]] = LruCache(_MOST_STEPS)
         """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks."""
         self.compiled_least: LruCache[CompiledKey, tuple[Account, BudgetError, Plan]] = LruCache(_MOST_STEPS)
-        """Refusals that name the smallest budget in which compiled code runs, each with the account that it is for and
-        the plan whose code was compiled to find it, by `CompiledKey`."""
+        """Refusals for compiled code, each with its account and the plan that was compiled, by `CompiledKey`."""
         self._data_sizes: LruCache[str, DataSizes] = LruCache(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
 
@@ -164,8 +162,7 @@ class CallPlanner:
                 raise CaptureError(cannot_capture(self.terms.model, str(failure))) from failure
 
     def share_graphs(self, earlier: CallPlanner) -> None:
-        """Take over the graphs that `earlier`, a planner of the same model, has traced and priced. Its options may
-        differ from this planner's in the budget alone."""
+        """Take over what `earlier`, a planner of the same model with another budget at most, has traced."""
         self._traces, self.traces, self._steps = earlier._traces, earlier.traces, earlier._steps
         self._data_sizes, self.compiled_least = earlier._data_sizes, earlier.compiled_least
         self.differentiate_all = earlier.differentiate_all

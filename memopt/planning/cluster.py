@@ -117,7 +117,6 @@ def reductions_of(sharding: Sharding, region: JointGraph, *, accumulating: bool)
 
 
 def exchange_prices(sharding: Sharding, nodes: Iterable[fx.Node]) -> dict[fx.Node, NodePrice]:
-    """The prices of the collectives of tensor parallelism (all-gather, reduce-scatter, all-reduce) among these nodes:
-    their seconds on the links between cards, and no temporaries. Other nodes are left out."""
+    """The prices of the exchanges of tensor parallelism among these nodes: seconds on the links between cards."""
     ring = sharding.cluster.tp
     return {node: NodePrice(exchange_seconds(node, ring), 0) for node in nodes if is_exchange(node)}

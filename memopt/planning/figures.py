@@ -98,8 +98,7 @@ def _schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
 
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
-    """`plan` with the levers and the receipt of `other`, a plan of the same step for another budget. Levers that a
-    schedule uses, and their rows in the receipt, stay those of `plan`."""
+    """`plan` with the levers and the receipt of `other`, for another budget, but for what schedules decide."""
     before = tuple(row for row in other.receipt if row.lever not in _OF_SCHEDULES)
     levers = (*(name for name in other.levers if name not in _OF_SCHEDULES), *schedule_levers(plan))
     rows = rows_to(plan, before) if before else ()
@@ -221,8 +220,7 @@ def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier[P
 
 
 def budgets_between(smallest_bytes: int, plain_bytes: int, points: int) -> list[int]:
-    """`points` budgets in bytes from the smallest to the plain peak, ascending: half of them evenly spaced, half in a
-    geometric series towards the smallest, where the curve bends. Equal budgets are listed once."""
+    """`points` budgets from the smallest to the plain peak: half evenly, half geometrically towards the smallest."""
     dense = (points - 1) // 2
     even = points - dense
     shares = [number / (even - 1) for number in range(even)]

@@ -168,8 +168,7 @@ def _file_digest(file: Path) -> str:
 
 
 def _value(value: Any) -> Any:
-    """What a key has of a value: for a tensor its shape, strides, dtype, device type and kind, and how it is spread
-    over ranks; for a device mesh a constant; any other value itself."""
+    """What a key has of a value: of a tensor its layout and kind, "a mesh" for a device mesh, else the value itself."""
     if not isinstance(value, torch.Tensor):
         return "a mesh" if is_opaque(value) else value
     kind = (tuple(value.shape), value.stride(), value.dtype, value.device.type)

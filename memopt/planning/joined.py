@@ -30,8 +30,7 @@ from memopt.solver import (
 from memopt.solver.problem import BlockCall
 
 _MOST_WAYS = 2
-"""The number of schedules whose allocator calls are cached: the one that is replayed for one budget after the other,
-and the one with the smallest peak, with which it is compared."""
+"""The schedules whose allocator calls are cached: that of the current budget, and that with the smallest peak."""
 
 
 @dataclass(eq=False)
@@ -99,8 +98,7 @@ class Joined:
         return "smallest" in vars(self)
 
     def forget_solvers(self) -> None:
-        """Free the solvers, the solutions that they found for budgets, and the allocator calls of schedules (`ways`);
-        all are made again when they are needed. `smallest` stays."""
+        """Free the solvers, their solutions for budgets and `ways`, to be made again when needed. `smallest` stays."""
         for made in ("portfolio", "offloads"):
             vars(self).pop(made, None)
         self.solved.clear()
@@ -156,8 +154,7 @@ def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
 def _reads_of_others(
     prices: Sequence[PricedGraph], passed: Sequence[Passed]
 ) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """Op → the outputs of regions that must live until it runs. An op is given as in `Joined.owner`, an output as the
-    number of its region and of its storage in that region's problem."""
+    """Op, as in `Joined.owner` → the outputs, as region and storage in it, that must live until it runs."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for region, (priced, mine) in enumerate(zip(prices, passed, strict=False)):
         for position, storage in priced.outputs.items():

@@ -87,8 +87,7 @@ class _Bracket:
 
 
 _NEAR = 1.25
-"""A lever set whose smallest budget is at most this multiple of the budget is solved for the budget all the same:
-another schedule may fragment the memory less."""
+"""A lever set is solved for the budget up to this multiple of it: another schedule may fragment less."""
 
 
 def estimated_bytes(planner: CallPlanner, call: Call) -> int:

@@ -200,8 +200,7 @@ def _requested_bytes(joined: Joined, schedule: Schedule, bare: Account) -> int:
 
 
 def _with_overhead(bare: Account, requested: int, peaks: AllocatorPeaks, held: int) -> Account:
-    """The account with the allocator's overhead. Rounding is the excess of its allocations over the bytes
-    `requested`, and fragmentation the excess of the bytes `held` over its allocations."""
+    """The account with the allocator's overhead: what it allocates beyond `requested`, and `held` beyond that."""
     share, whole = UNSPLIT
     allocated = max(requested, peaks.allocated_bytes)
     allocated += allocated * share // whole

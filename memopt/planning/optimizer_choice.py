@@ -153,8 +153,7 @@ class OptimizerChoice:
         return None if self.narrowed is None else self.narrowed.dtype
 
     def check_parameters(self) -> None:
-        """Raise `ValueError` where plans assume parameters in another dtype than they have, or assume that they are
-        stepped in the backward and no optimizer does that."""
+        """Raise `ValueError` where parameters are not in the dtype, or not stepped as early, as plans assume."""
         narrowed = self.narrowed
         if narrowed and any(
             narrowed.dtype_of(parameter) != parameter.dtype for parameter in self.terms.model.parameters()

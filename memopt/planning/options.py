@@ -203,8 +203,7 @@ def _check_repr(name: str, value: object) -> None:
 
 
 def _given(default: Any, check: Callable[[Any], Any] | None = None, name: str = "") -> dict[str, Any]:
-    """The metadata of a field: the option's default; `check`, which returns the field's value for an argument or raises
-    `TypeError` or `ValueError`; and the option's name where it differs from the field's."""
+    """The metadata of a field: the option's default, what checks an argument, and the option's name if another."""
     return {"default": default, "check": check, "name": name}
 
 

@@ -82,8 +82,7 @@ class Tries:
         return True
 
     def can(self, way: str, traces: float, step: Priced) -> bool:
-        """Whether enough work is left to try `way`, which takes as much as `traces` tracings of the step; unlike
-        `allow`, it takes none of that work. If not, the change is added to `untried`."""
+        """As `allow`, without taking the work."""
         possible = traces * _nodes_of(step) <= self.left
         self.untried += [] if possible else [way]
         return possible
@@ -215,8 +214,7 @@ class PlanSearch:
         return plan
 
     def _solve_left(self, seconds: float, wanted: Callable[[Priced], bool] = lambda priced: True) -> None:
-        """Solve those of the steps that are not solved yet whose lower bound is below `seconds`, in the order of their
-        bounds. A faster plan found on the way takes the place of `seconds`."""
+        """Solve the steps left whose lower bound is below `seconds`, by bound, until a plan found is faster."""
         for priced, least in sorted(self._unsolved, key=lambda one: one[1]):
             if (least < seconds or math.isinf(seconds)) and wanted(priced):
                 self._unsolved = [one for one in self._unsolved if one[0] is not priced]

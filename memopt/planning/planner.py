@@ -49,16 +49,14 @@ class Request:
         return self.account.optimizer_step_bytes(joined.problem.output_bytes) <= self.budget_bytes
 
     def is_hopeless(self, joined: Joined) -> bool:
-        """Whether it is known without a search that no schedule can fit: one operator alone, or the optimizer's step,
-        needs more than the budget. False where parameters are stepped within the backward."""
+        """Whether one operator alone, or the optimizer's step, needs more than the budget; False if steps are early."""
         if joined.steps:
             return False
         bare = replace(self, account=without_allocator(self.account))
         return transient_floor(joined.problem)[0] > bare.graph_bytes or not bare.fits_optimizer_step(joined)
 
     def refusal(self, joined: Joined) -> BudgetError:
-        """The error for a budget that no schedule fits, with the smallest budget that works; with a larger one where
-        torch's allocator on a card fails at this budget and not at a smaller one."""
+        """The error for a budget that no schedule fits, with the smallest that works, on a card with a larger one."""
         least, dominated_by = smallest(joined, self.account)
         if least > self.budget_bytes:
             return BudgetError(self.budget_bytes, least, dominated_by)
@@ -260,8 +258,7 @@ def smallest(joined: Joined, account: Account) -> tuple[int, str]:
 
 
 def least_on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
-    """The account with the overhead of torch's allocator for a schedule, as `on_card` finds it. Where the plan may
-    choose between ordinary and expandable segments, the kind with the lower peak is taken."""
+    """The account with the allocator's overhead for a schedule (`on_card`), by the segments with the lower peak."""
     found = [on_card(joined, schedule, one) for one in account.by_segments]
     return min(found, key=lambda one: breakdown(joined.problem, schedule, one).peak_bytes)
 

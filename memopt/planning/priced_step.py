@@ -67,15 +67,13 @@ class PriceSettings:
     """Bytes that other code takes between the forward and the backward."""
 
     def under(self, account: Account) -> PriceSettings:
-        """A copy with the settings that follow from an account: whether gradients exist before the step, and the bytes
-        that other code allocates between forward and backward."""
+        """A copy with what follows from an account: whether gradients exist before, and what other code allocates."""
         return replace(self, accumulating=account.gradients_held, meanwhile=account.meanwhile)
 
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """The joint graphs of one training call, in the order of their forwards, rewritten by one set of levers. Their
-    bytes and seconds under the latest settings are cached."""
+    """The joint graphs of one training call, in the order of their forwards, under one set of levers."""
 
     model_name: str
     regions: tuple[JointGraph, ...]
@@ -344,8 +342,7 @@ def _inputs(traced: TracedStep, *, as_seen: bool) -> tuple[tuple[int, ...], tupl
 
 
 def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
-    """The results of a region that other code reads, and its inputs that are other regions' outputs. None for a call in
-    one region, whose results all stay in memory to the end of the step."""
+    """A region's results that other code reads, and inputs that are others' outputs; None for a single region."""
     if not traced.passed:
         return None
     region, passed = traced.regions[number], traced.passed[number]
@@ -358,8 +355,7 @@ def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
 
 
 def _steps(traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]) -> ParameterSteps:
-    """The parameters that are stepped in the backward of a region. Before its end they are stepped only in a call of
-    one region that is not fused, and not those whose input numbers are in `left`."""
+    """The parameters stepped in a region's backward: before its end if it is the only one, not fused, not `left`."""
     if stepping is None:
         return ParameterSteps()
     given = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]

@@ -110,8 +110,7 @@ class _Regions:
         return max((self.live[at] for at in positions), default=0)
 
     def _beside(self, region: int, positions: Sequence[int]) -> int:
-        """The bytes that are alive when one half of a region begins and do not count as its own: what eager code holds
-        meanwhile, and values of other regions, but for gradients that are last read in this half."""
+        """The bytes alive when one half of a region begins, of others or of eager code, that it cannot free itself."""
         own = [at for at in positions if at not in self.eager]
         if not own:
             return 0
@@ -150,8 +149,7 @@ class Refit(Generic[Made]):
     _tried: set[object] = field(default_factory=set)
 
     def is_new(self, planned: Plan) -> bool:
-        """Whether no earlier round compiled a plan with the schedules of `planned`. A search that leaves another number
-        of bytes free may find the same plan; compiling it would give the same code again."""
+        """Whether no earlier round compiled a plan with the same schedules, which would give the same code."""
         return planned.regions not in self._tried
 
     def judge(self, planned: Plan, compiled: Plan, made: Made) -> None:
@@ -181,8 +179,7 @@ class Refit(Generic[Made]):
             self.again = self.again and self.lowering_bytes < left
 
     def take_smallest(self, smallest_bytes: int) -> bool:
-        """Make the next round compile the plan with the smallest peak, which is `smallest_bytes` before compilation.
-        Returns False, and changes nothing, where that is above the budget."""
+        """Make the next round compile the plan with the smallest peak; False where even that is above the budget."""
         if smallest_bytes > self.budget_bytes:
             return False
         self._took_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes

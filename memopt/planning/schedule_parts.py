@@ -152,8 +152,7 @@ class DecisionRow:
 
 
 def decision_rows(joined: Joined, step: PricedStep, schedule: Schedule) -> tuple[DecisionRow, ...]:
-    """The operators that are never recomputed because they make a discrete choice (`topk`, comparisons), in the order
-    of the forward, with the bytes that are saved for that reason."""
+    """The operators that are never recomputed as they make a discrete choice (`topk`), with the bytes saved for it."""
     problem, card = joined.problem, step.settings.hardware
     saved = _saved_storages(problem, schedule)
     names = [

@@ -69,8 +69,7 @@ class Recorded:
             return next(recorded.from_tightest(self.planner.terms.lever_sets))
 
     def from_tightest(self, lever_sets: Sequence[Rewriting]) -> Iterator[Priced]:
-        """Yields the call priced under each of these sets of levers, the last one first, without those whose last lever
-        finds nothing to rewrite. Raises `CaptureError` as `trace` does."""
+        """Yields the call under each of these sets of levers that rewrites something, the last first, priced."""
         for levers in reversed(lever_sets):
             with suppress(NothingToRewrite):
                 traced = self.trace(levers)
@@ -258,8 +257,7 @@ class Priced:
         return joined.problem.seconds + least_added_seconds(joined, Request(self.account, budget_bytes))
 
     def planned(self, joined: Joined, solution: Solution, account: Account, budget_bytes: int, effort: Effort) -> Plan:
-        """The plan from `solution`, which solves `joined`: the step's problem, or one that steps fewer parameters in
-        the backward. `account` includes the allocator's overhead."""
+        """The plan from `solution` of `joined`: of the step's problem, or of one that steps fewer parameters early."""
         regions = split(joined, self.step.traced, solution.schedule)
         step = self.step.stepping_as([region.steps for region in regions])
         source = StepOfPlan(lambda: step)
@@ -283,13 +281,11 @@ def _load_solver() -> None:
 
 @dataclass(frozen=True)
 class StepOfPlan:
-    """The `PlanSource` of a plan: answers questions about its step from the priced graphs. For a plan from disk, the
-    step is captured and priced when an answer first needs them."""
+    """The `PlanSource` of a plan; for one from disk the step is captured and priced when first needed."""
 
     price: Callable[[], PricedStep]
     freed: Plan | None = None
-    """Under FSDP2, for a plan that keeps blocks gathered: the plan of the same call that frees all blocks after their
-    forward, from which the smallest budget and the curve are taken."""
+    """Under FSDP2, the plan that keeps no block gathered, from which the smallest budget and the curve are taken."""
     tightest: Callable[[int], Priced] | None = None
     """Returns, for n, the call with a batch n times as large under all its levers; None for a plan to train by."""
     compiled_bytes: Callable[[Plan], int] | None = None
@@ -351,8 +347,7 @@ class StepOfPlan:
 
 
 def beside_freed(plan: Plan, freed: Plan) -> Plan:
-    """`plan`, in which FSDP2 keeps some blocks gathered between forward and backward, with the smallest budget and the
-    frontier of `freed`, the plan of the same call that keeps none."""
+    """`plan`, in which FSDP2 keeps blocks gathered, with the smallest budget and the frontier of `freed`."""
     if plan.source is None:
         return plan
     own = plan.source

@@ -180,8 +180,7 @@ class _Pricer:
         return found
 
     def add_hosted(self) -> None:
-        """Append, for each input that lies on the host, an op that makes its storage; then an op named "begin", at
-        which the inputs that are read first are copied to the device."""
+        """Append an op for each input on the host that makes its storage; then "begin", when the first are copied."""
         for number in sorted(self.use.hosted):
             (index,) = self.storages_of_input(number)
             self.resident.discard(index)

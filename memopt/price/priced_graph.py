@@ -92,8 +92,7 @@ class PlacedParameterStep:
 def steps_after(
     graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[PlacedParameterStep]]:
-    """For each node of `backward` (in program order), the parameters that the optimizer may step right after the node,
-    because it is the last of the nodes that must run before the step."""
+    """For each node of `backward`, in order, the parameters that the optimizer may step right after it."""
     if not steps.inside:
         return {}
     uses = MemoryUses(graph, storages)
@@ -129,8 +128,7 @@ class Reduction:
 def reductions_after(
     reductions: Collection[Reduction], results: Sequence[Any], storages: Storages, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[tuple[Reduction, frozenset[int]]]]:
-    """For each node of `backward` (in program order), the reductions that run right after it, each with the storages of
-    its gradients. Reductions for which the backward computes no gradient are left out."""
+    """For each node of `backward`, in order, the reductions right after it, with their gradients' storages."""
     if not reductions:
         return {}
     order = {node: number for number, node in enumerate(backward)}
@@ -180,8 +178,7 @@ class PassedOn:
     """What one of several regions exchanges with other code: results, and inputs that are outputs of other regions."""
 
     results: frozenset[int]
-    """Positions, among all results of its joint graph, of outputs that are held at most until its backward begins, and
-    of gradients that belong to other code once that backward ends."""
+    """Positions of outputs held until its backward begins, and of gradients that other code has afterwards."""
     forward_only: Collection[int] = ()
     """Those of the outputs that nobody holds any more once the call's forward is over."""
     given: Collection[int] = ()
@@ -231,8 +228,7 @@ class GraphUse:
     block_bytes: int = 1
     """Memory is allocated in multiples of this."""
     steps: ParameterSteps = field(default_factory=ParameterSteps)
-    """The parameters stepped within the backward: each as soon as neither it nor its gradient is read any more where
-    that is possible, the others at the end, one after the other."""
+    """The parameters stepped within the backward, as soon as possible or one by one at its end."""
     reuses: Collection[FoundReuse] = ()
     """The calls of the backward whose results take an operand's memory."""
     released: Collection[int] = ()
@@ -242,8 +238,7 @@ class GraphUse:
     overwritten: Collection[int] = ()
     """The numbers of the inputs that are overwritten by the end of the forward: what reads one is not recomputed."""
     reductions: Collection[Reduction] = ()
-    """The groups of gradients that are reduced over the cards of a cluster, each as soon as its last gradient is made.
-    One card's share of the result then takes the place of the gradients."""
+    """The groups of gradients that are reduced over cards when complete, each card keeping its share."""
     decisions: frozenset[fx.Node] = frozenset()
     """Nodes of the forward that are never recomputed, since a second evaluation might decide otherwise."""
     hosted: Collection[int] = ()
