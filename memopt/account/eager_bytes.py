@@ -121,6 +121,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
     exceeds `most_bytes`, `_TooManyBytes` is raised. After `most_calls` operators `ValueIsRead` is raised, since a loop
     may end only when a value allows it."""
 
+    _on_fakes = True
+
     def __init__(
         self,
         device_type: str,
@@ -166,8 +168,10 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
     def exclude(self, tensors: Any) -> None:
-        """Leave the fakes among these out. Real tensors cannot be: they count where the code or the fakes copy them."""
-        super().exclude([tensor for tensor in tensors_in(tensors) if isinstance(tensor, FakeTensor)])
+        """Leave these tensors out of the count, unless they are counted already. Among fakes, real ones cannot be: they
+        count where the code or the fakes copy them."""
+        given = tensors_in(tensors)
+        super().exclude([one for one in given if isinstance(one, FakeTensor)] if self._on_fakes else tensors)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """The bytes of the operator's workspace: a rule's upper bound, or on the CPU measured if it were the peak."""
@@ -192,20 +196,14 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
             raise _TooManyBytes
 
 
-class PlainTensorBytes(EagerBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does, for plain tensors instead of fake ones."""
-
-    def exclude(self, tensors: Any) -> None:
-        """Leave these tensors out of the count, unless they are counted already: they existed before counting began."""
-        LiveBytes.exclude(self, tensors)
-
-
-class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
+class RealBytes(EagerBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does while operators run on real tensors. An operator whose results and workspace would
     exceed `most_bytes` does not run.
 
     Kernels whose workspace has to be measured run once more in `measure`, when the tensors of the step are freed.
     `WorkspaceUnknown` is raised where that measurement decides whether an operator may run."""
+
+    _on_fakes = False
 
     def __init__(self, device_type: str, home: str, most_bytes: float) -> None:
         super().__init__(device_type, home, most_bytes=most_bytes)
@@ -282,8 +280,10 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
             self.raise_peak(eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - live_bytes))
 
 
-class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
+class MetaBytes(EagerBytes):  # type: ignore[no-untyped-call]
     """Counts tensors on "meta" as `EagerBytes` counts fakes of the CPU, but faster; for code that reads no device."""
+
+    _on_fakes = False
 
     def __init__(self) -> None:
         super().__init__(HOST.type, "meta")

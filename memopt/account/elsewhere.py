@@ -67,21 +67,18 @@ def look(
     """Search a device for tensors other than those of a model, its gradients, its optimizers' state and its current
     call.
 
-    The first search in a process goes through all of Python's objects, in about 0.2 seconds for half a million of them;
-    later ones are faster (`live_objects`). On CUDA the allocator's count adds what no Python object holds. On the CPU,
-    memory that only C++ holds is missed; of the activations that a plain model saved, only those are found that its
-    modules passed on.
+    The first search in a process goes through all of Python's objects; later ones are faster (`live_objects`). On CUDA
+    the allocator's count adds what no Python object holds. On the CPU, memory that only C++ holds is missed; of the
+    activations that a plain model saved, only those are found that its modules passed on.
 
     Args:
-        own: further tensors that the account of the step includes: the call's inputs, and the copies that are kept so
-            that a failed call can be undone.
+        own: further tensors of the step: the call's inputs, and copies by which a failed call is undone.
         named: the addresses of memory that is counted already, such as what waiting forwards hold.
-        waiting_bytes: held by forwards of this model that wait for their backward; the allocator's count includes it.
+        waiting_bytes: held by this model's forwards that wait for their backward; the allocator's count includes it.
         others_bytes: held by waiting forwards of other models; these bytes are no part of the step.
-        plain_bytes: held by waiting forwards of any model that ran without a plan. Their addresses are not known, so as
-            many bytes of tensors with a `grad_fn`, at most, are taken to be theirs.
-        bucket_bytes: the buckets of `DistributedDataParallel`, which have a row of their own in the account.
-        buckets: the addresses of those buckets that are known.
+        plain_bytes: held by waiting forwards without a plan, at unknown addresses: as many bytes of tensors with a
+            `grad_fn`, at most, are taken to be theirs.
+        bucket_bytes: the buckets of `DistributedDataParallel`; `buckets`: the addresses of those that are known.
         libraries: the workspaces of libraries, which the allocator's count includes and the account has in its reserve.
     """
     found = live_objects(torch.Tensor, torch.optim.Optimizer)

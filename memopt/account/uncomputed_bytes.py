@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memopt.account.eager_bytes import PlainTensorBytes, TensorsTooLarge, ValueIsRead
+from memopt.account.eager_bytes import EagerBytes, TensorsTooLarge, ValueIsRead
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.host import HOST, protected, uncomputed
 from memopt.compat.operators import makes_unknown_bytes, plain_tensors, schema_of, tree_flatten, tree_unflatten
@@ -22,13 +22,15 @@ _COMPUTED_BYTES = 1024**2
 """Integer tensors and masks of up to this size are computed, if they depend on such tensors alone."""
 
 
-class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
+class UncomputedBytes(EagerBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does on fake tensors of the CPU, but much faster: operators do not run. Their results are
     tensors without memory, with the layouts that they have on "meta". Equal calls of an operator are examined once.
 
     Small integer tensors and masks are computed, as code often tests whether a mask is all true; `reads` tells whether
     a value was read. Reading other values raises `ValueIsRead`; an operator whose result sizes depend on values raises
     an error of its own. Existing tensors are not written to."""
+
+    _on_fakes = False
 
     def __init__(self, most_bytes: float) -> None:
         super().__init__(HOST.type, HOST.type, stand_ins=False, most_bytes=most_bytes)

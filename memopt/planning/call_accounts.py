@@ -154,13 +154,11 @@ class CallAccounts:
         """The result of `optimizer_account`, computed once in a block of `one_trial`. Warns once if it is a guess."""
         stepped = list(parameters)
         key = (device_type, tuple(map(id, stepped)))
-        found = self._counted.get(key) if self._counted is not None else None
-        if found is None:
-            found = optimizer_account(optimizer, stepped, device_type, idle)
-            _say_once(found.guess)
-        if self._counted is not None:
-            self._counted[key] = found
-        return found
+        counted = {} if self._counted is None else self._counted
+        if key not in counted:
+            counted[key] = optimizer_account(optimizer, stepped, device_type, idle)
+            _say_once(counted[key].guess)
+        return counted[key]
 
     def _card_state_now(self, call: Call) -> CardState | None:
         """What torch's caching allocator holds now; None for a device without one, and with `elsewhere_gb`."""
