@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -12,15 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
-from memopt.account.account import Account, Trains, account_of, in_blocks
+from memopt.account.account import Account, Trains, account_of
 from memopt.account.card_state import CardState, card_state
 from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of
-from memopt.capture.captured_call import CapturedCall
 from memopt.capture.inputs import Call, tensors_in
-from memopt.capture.joint import JointGraph
-from memopt.capture.trace import trained
 from memopt.compat.card_allocator import expandable_segments
 from memopt.device.devices import device_of
 from memopt.levers.expandable_segments import may_expand
@@ -106,26 +103,6 @@ class CallAccounts:
             card_state=self._card_state,
             tolerance=self.beside.tolerance_bytes,
         )
-
-    def of_captured(
-        self,
-        captured: CapturedCall,
-        call: Call,
-        situation: Situation,
-        joints: Sequence[JointGraph],
-        lowering_bytes: int,
-    ) -> Account:
-        """The account of a captured call, given the joint graphs of its regions: with all inputs of these graphs, and
-        the clones of outputs that `DistributedDataParallel` makes. `lowering_bytes`: what compiled code holds beyond
-        the peak of its schedule."""
-        reached = trained(joints, captured)
-        self.note_reached(reached)
-        account = self.account(call, situation, reached=reached)
-        inputs = max(account.inputs, in_blocks(captured.input_bytes, self.terms.card))
-        account = replace(account, inputs=inputs, lowering=lowering_bytes)
-        if situation.buckets is not None and situation.buckets.clone_outputs:
-            account = replace(account, output_clones=captured.output_bytes)
-        return account
 
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:

@@ -142,7 +142,8 @@ def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding:
     in_order = ["", *(name for name in forward if name)]
     by_name = {group.name: group for group in sharding.groups}
     nothing = ParameterGroup("", frozenset(), 0, 0, 0)
-    cluster, found = sharding.cluster, []
+    cluster = sharding.cluster
+    found = []
     for name in in_order:
         group = by_name.get(name, nothing)
         gather = cluster.dp_shard.gather_seconds(group.gathered_bytes) if group.gathered_bytes else 0.0

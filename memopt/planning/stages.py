@@ -14,10 +14,11 @@ from functools import cached_property
 
 import torch
 
-from memopt.account.account import Account
+from memopt.account.account import Account, in_blocks
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.inputs import Call, with_batches
 from memopt.capture.operators import NothingToRewrite, Rewriting
+from memopt.capture.trace import trained
 from memopt.errors import BudgetError
 from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner
@@ -106,12 +107,20 @@ class Traced:
     step: TracedStep
 
     def account(self, lowering_bytes: int = 0) -> Account:
-        """The account of the step; `lowering_bytes`: what compiled code holds beyond the peak of its schedule."""
-        recorded = self.recorded
-        account = recorded.planner.accounts.of_captured(
-            recorded.captured, recorded.call, recorded.situation, self.step.regions, lowering_bytes
+        """The account of the step, with all inputs of its graphs, and the clones of outputs that
+        `DistributedDataParallel` makes; `lowering_bytes`: what compiled code holds beyond the peak of its schedule."""
+        recorded, captured = self.recorded, self.recorded.captured
+        accounts, buckets = recorded.planner.accounts, recorded.situation.buckets
+        reached = trained(self.step.regions, captured)
+        accounts.note_reached(reached)
+        account = accounts.account(recorded.call, recorded.situation, reached=reached)
+        return replace(
+            account,
+            inputs=max(account.inputs, in_blocks(captured.input_bytes, recorded.planner.terms.card)),
+            lowering=lowering_bytes,
+            output_clones=captured.output_bytes if buckets is not None and buckets.clone_outputs else 0,
+            meanwhile=account.meanwhile + self.callers_code[0],
         )
-        return replace(account, meanwhile=account.meanwhile + self.callers_code[0])
 
     @property
     def callers_code(self) -> tuple[int, int]:
