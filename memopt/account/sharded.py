@@ -69,11 +69,6 @@ class Sharding:
         return replace(self, cluster=cluster, groups=groups)
 
     @property
-    def root(self) -> ParameterGroup | None:
-        """The group of the parameters outside of blocks, which stays gathered until the backward is over."""
-        return next((group for group in self.groups if not group.name), None)
-
-    @property
     def blocks(self) -> tuple[ParameterGroup, ...]:
         """The groups of the blocks: all but the root's, each gathered before every use of its block."""
         return tuple(group for group in self.groups if group.name)
@@ -81,7 +76,8 @@ class Sharding:
     @cached_property
     def gathered_bytes(self) -> int:
         """The most bytes gathered at once: the root's, one block's, and the next block's, which is prefetched."""
-        return (self.root.gathered_bytes if self.root else 0) + 2 * self._largest_bytes
+        root = sum(group.gathered_bytes for group in self.groups if not group.name)
+        return root + 2 * self._largest_bytes
 
     @property
     def _largest_bytes(self) -> int:

@@ -53,6 +53,7 @@ class _Advice:
     def __init__(self, recorded: Recorded) -> None:
         self.planner, self.call, self.situation = recorded.planner, recorded.call, recorded.situation
         self.options = recorded.planner.terms.options
+        self.budget_bytes = self.options.budget_bytes
 
     def __call__(self, steps: Sequence[Priced], near: bool, tries: Tries) -> tuple[list[str], list[Way]]:
         """Sentences on what was not tried, and suggestions with which the step fits the budget, or a larger card.
@@ -70,17 +71,12 @@ class _Advice:
             captured = (partial(kind, lean, tries) for kind in (self.in_microbatches, self.with_low_rank))
             kinds += (partial(self.without_state, lean), *captured)
         found = [way for suggest in kinds for way in _unless_it_fails(suggest)]
-        budget = self.options.budget_bytes
         helpful = [
-            replace(way, sentence=f"{way.sentence} {would_do(way.peak_bytes, budget)}")
+            replace(way, sentence=f"{way.sentence} {would_do(way.peak_bytes, self.budget_bytes)}")
             for way in found
-            if self.fits(way.peak_bytes)
+            if way.peak_bytes <= self.budget_bytes
         ]
         return [_NOT_LOOKED] * near, [*helpful, *_unless_it_fails(partial(self.on_a_larger_card, lean))]
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether `nbytes`, the smallest budget of a changed step, is within the budget that was given."""
-        return nbytes <= self.options.budget_bytes
 
     def in_microbatches(self, lean: Priced, tries: Tries) -> Iterator[Way]:
         """Suggests `TrainStep`, with the budget for microbatches of one sample, the smallest that it makes."""
@@ -91,7 +87,7 @@ class _Advice:
             return
         held = replace(lean.account, gradients_held=True)
         apart = any(region.has_batch_statistics for region in lean.step.traced.regions)
-        if MICROBATCH.name not in self.options.allow or samples < 2 or apart or not self.fits(held.resident_bytes):
+        if MICROBATCH.name not in self.options.allow or samples < 2 or apart or held.resident_bytes > self.budget_bytes:
             return
         typed = "memopt.TrainStep(model, optimizer)"
         if not tries.allow(f"microbatches by {typed}", CAPTURE, lean):
@@ -175,14 +171,14 @@ class _Advice:
         trained = sum(one.numel() for one in parameters if one.requires_grad)
         if 2 * trained < sum(one.numel() for one in parameters) or not _linear_layers(model):
             return
-        if not self.fits(sum(one.nbytes for one in parameters)):
+        if sum(one.nbytes for one in parameters) > self.budget_bytes:
             return
         if not tries.allow(typed, ADAPTERS, lean):
             return
         twin, number = with_low_rank(model)
         planner = self.like(self.planner, twin)
         account = planner.accounts.account(self.call, self.situation)
-        if number and self.fits(account.resident_bytes):
+        if number and account.resident_bytes <= self.budget_bytes:
             nbytes = self.least(planner, self.call, replace(self.situation, hooked=frozenset()), lean)
             changes = f"adapters of rank {RANK} on {number} linear layers are trained, all else is frozen"
             sentence = f"with LoRA (adapters of rank {RANK} on {number} linear layers, all else frozen)"
