@@ -103,16 +103,17 @@ def _with_least_budget(
 def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: int) -> Account | None:
     """The account with the allocator's overhead in a process that has `budget_bytes`, in which the allocator returns
     free segments only when it must; None where the step needs more. `Account.lowering` is not replayed."""
-    fitted = bare = without_allocator(account)
-    if account.caching:
-        limit = budget_bytes - account.context - account.lowering
-        ways, blocks = _ways(joined, schedule), _step_blocks(joined, bare)
-        try:
-            peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=bare.expandable, limit_bytes=limit)
-        except CardFullError:
-            return None
-        requested = _requested_bytes(joined, schedule, replace(bare, lowering=0))
-        fitted = _with_overhead(bare, requested, peaks, SPARE.added_to(peaks.reserved_bytes))
+    bare = without_allocator(account)
+    if not account.caching:
+        return bare
+    limit = budget_bytes - account.context - account.lowering
+    ways, blocks = _ways(joined, schedule), _step_blocks(joined, bare)
+    try:
+        peaks = replay_with_spare(ways, blocks, SPARE, expandable_segments=bare.expandable, limit_bytes=limit)
+    except CardFullError:
+        return None
+    requested = _requested_bytes(joined, schedule, replace(bare, lowering=0))
+    fitted = _with_overhead(bare, requested, peaks, SPARE.added_to(peaks.reserved_bytes))
     return fitted if breakdown(joined.problem, schedule, fitted).peak_bytes <= budget_bytes else None
 
 

@@ -151,7 +151,7 @@ def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Accoun
         return None
     for taken, solution in _with_less(joined, request):
         fitted = within(taken, solution.schedule, request.account, request.budget_bytes)
-        if fitted is not None:
+        if fitted and breakdown(taken.problem, solution.schedule, fitted).peak_bytes <= request.budget_bytes:
             return taken, solution, fitted
     return None
 
