@@ -40,8 +40,8 @@ gaps between its blocks may differ from those of the replay, and the margin is `
 UNSPLIT = 3, 1000
 """The share of the allocator's bytes, as a fraction, by which they may exceed those of the replay: some blocks are a
 little larger than requested, and which ones depends on all that was allocated before."""
-_NEXT = 1, 1024
-"""The share of a budget, as a fraction, by which the next one to try is larger."""
+_NEXT = 1024
+"""The next budget to try is larger by one part in this many."""
 _SHARE = 1 / 256
 """The precision to which the least budget is found, as a fraction of the bytes allocated."""
 
@@ -93,9 +93,8 @@ def _with_least_budget(
     while high - low > _SHARE * free.allocated_bytes and (middle := as_text_has_it(low + (high - low + 3) // 4)) < high:
         account = fitted(middle)
         low, high, found = (middle, high, found) if account is None else (low, middle, account)
-    share, whole = _NEXT
     while found is None and (found := fitted(high)) is None:
-        high = as_text_has_it(high + high * share // whole)
+        high = as_text_has_it(high + high // _NEXT)
     peak = breakdown(joined.problem, schedule, found).peak_bytes
     return replace(found, fragmentation=found.fragmentation + high - peak)
 

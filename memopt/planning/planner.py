@@ -23,8 +23,8 @@ NEGLIGIBLE = 5e-3
 _ROUNDS = 6
 # Where no schedule for the budget passes, budgets between the smallest and it are tried: the range in so many parts.
 _PARTS = 8
-# The share of a budget, as a fraction, by which the next one to try is larger.
-_NEXT = 1, 256
+# The next budget to try is larger by one part in this many.
+_NEXT = 256
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,10 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
 def _next_that_works(joined: Joined, account: Account, budget_bytes: int) -> int:
     """A budget above this one at which the schedule with the smallest peak completes on a card."""
     taken, solution = _smallest_peak(joined)
-    share, whole = _NEXT
-    budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
-    while all(within(taken, solution.schedule, one, budget_bytes) is None for one in account.by_segments):
-        budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
-    return budget_bytes
+    while True:
+        budget_bytes = as_text_has_it(budget_bytes + budget_bytes // _NEXT)
+        if any(within(taken, solution.schedule, one, budget_bytes) for one in account.by_segments):
+            return budget_bytes
 
 
 def solve_with_steps(joined: Joined, request: Request) -> tuple[Joined, Solution]:
