@@ -107,8 +107,8 @@ def published() -> Iterator[Record]:
 
 def _other_streams(figures: CardFigures, step: CardStep) -> int:
     """Bytes that the allocator keeps for the streams of gathers and reductions, beyond those of the account."""
-    assert step.priced.traced.sharded is not None
-    sharding = step.priced.traced.sharded.sharding
+    sharding = step.priced.traced.sharded
+    assert sharding is not None
     largest = max(group.gathered_bytes for group in sharding.groups)
     counted = max(group.gathered_bytes for group in sharding.blocks)
     return figures.account.gradients + largest - counted

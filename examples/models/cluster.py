@@ -65,15 +65,15 @@ class CardStep:
 
     def over(self, mesh: dict[str, int], interconnect: str) -> CardStep:
         """The same step on another cluster with as many cards in "tp"."""
-        cluster, call = check_cluster(mesh, interconnect), self.priced.traced.sharded
+        cluster, before = check_cluster(mesh, interconnect), self.priced.traced.sharded
         assert cluster is not None
-        assert call is not None
-        assert cluster.mesh.tp == call.sharding.cluster.mesh.tp
-        sharding = call.sharding.over(cluster)
+        assert before is not None
+        assert cluster.mesh.tp == before.cluster.mesh.tp
+        sharding = before.over(cluster)
         account = sharding.account(
             self.account, torch.optim.AdamW, self.priced.settings.hardware, lambda parameter: True
         )
-        traced = replace(self.priced.traced, sharded=replace(call, sharding=sharding))
+        traced = replace(self.priced.traced, sharded=sharding)
         return CardStep(traced.price(self.priced.settings), account)
 
     def under(self, name: str) -> CardFigures:

@@ -17,6 +17,8 @@ from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.training_state import undo_bytes
 
+OUTPUTS, GRADIENTS = "outputs", "gradients"
+"""The rows of what the forward returns, and of the parameters' gradients."""
 # Bytes for scalars and small constants that torch holds beside the graph's tensors.
 BOOKKEEPING_BYTES = 16 * 1024
 _COPIES = 2
@@ -50,8 +52,7 @@ class Account:
     """Bytes left for what is allocated and freed between the forward and the backward: by the caller's own code, such
     as a loss outside of the model, and by the steps of other models."""
     buckets: int = 0
-    """The buckets from which `DistributedDataParallel` exchanges gradients. Gradients that are views of them are not
-    among `gradients`."""
+    """The buckets of `DistributedDataParallel`; gradients that are views of them are not among `gradients`."""
     into_buckets: int = 0
     """Bytes of `gradients` that lie in the buckets once they are exchanged, which is before the optimizer steps."""
     output_clones: int = 0
@@ -67,8 +68,7 @@ class Account:
     gathered: int = 0
     """Under FSDP2 on a cluster, whole parameters: of the root, of one block, and of the next one."""
     kept: int = 0
-    """Under FSDP2 on a cluster, the bytes beyond `gathered` of blocks whose parameters stay gathered until their
-    backward."""
+    """Under FSDP2 on a cluster, the bytes beyond `gathered` of blocks that stay gathered until their backward."""
     exchange: int = 0
     """Under FSDP2 on a cluster, the buffer from which a block's gradients are reduced."""
     unforeseen: int = 0
@@ -87,14 +87,44 @@ class Account:
     process uses: many of the bytes above lie in them already. None otherwise."""
 
     @property
+    def _fixed_rows(self) -> dict[str, int]:
+        return {
+            "parameters": self.parameters,
+            "buffers": self.buffers,
+            "inputs": self.inputs,
+            "optimizer state": self.optimizer_state,
+            "buckets": self.buckets,
+            "clones of outputs": self.output_clones,
+            "forwards in waiting": self.other_forwards,
+            "elsewhere": self.elsewhere,
+            "reserve": self.reserve,
+            "rounding of blocks": self.rounding,
+            "fragmentation": self.fragmentation,
+            "unforeseen": self.unforeseen,
+            "tolerance": self.tolerance,
+        }
+
+    @property
+    def resident_rows(self) -> dict[str, int]:
+        """The bytes, by row, that are held from the first op of the forward to the last of the backward."""
+        lowering = "added by lowering" if self.lowering > 0 else "less by lowering"
+        held = self.gradients if self.gradients_held else 0
+        whole = {"gathered parameters": self.gathered + self.kept, "gradients being reduced": self.exchange}
+        return {**self._fixed_rows, **whole, lowering: self.lowering, GRADIENTS: held}
+
+    def optimizer_rows(self, outputs: int) -> dict[str, int]:
+        """The bytes, by row, while the optimizer steps and the caller still holds outputs of `outputs` bytes."""
+        return {
+            **self._fixed_rows,
+            GRADIENTS: self.gradients - self.into_buckets,
+            OUTPUTS: outputs,
+            "optimizer temporaries": self.optimizer_temporaries,
+        }
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes held from the first op of the forward to the last of the backward."""
-        held = self.gradients if self.gradients_held else 0
-        fixed = self.parameters + self.buffers + self.inputs + self.optimizer_state + self.reserve
-        wrapper = self.buckets + self.output_clones + self.gathered + self.kept + self.exchange
-        allocator = self.rounding + self.fragmentation
-        beside = wrapper + self.other_forwards + self.elsewhere + self.unforeseen + self.tolerance
-        return fixed + held + beside + self.lowering + allocator
+        return sum(self.resident_rows.values())
 
     @property
     def caching(self) -> bool:
@@ -109,8 +139,7 @@ class Account:
 
     @property
     def by_segments(self) -> tuple[Account, ...]:
-        """The accounts to plan with, one for each kind of segments that a plan may have torch's allocator use: ordinary
-        ones, then expandable ones. This account alone where a plan has no choice."""
+        """The accounts to plan with: by ordinary and by expandable segments where a plan may choose, else this one."""
         if not (self.caching and self.may_expand):
             return (self,)
         return tuple(replace(self, expandable=expandable, may_expand=False) for expandable in (False, True))
@@ -122,11 +151,7 @@ class Account:
 
     def optimizer_step_bytes(self, outputs: int) -> int:
         """The peak in bytes of `optimizer.step()` while the caller holds the inputs, and outputs of `outputs` bytes."""
-        left = self.gradients - self.into_buckets
-        resident = replace(
-            self, gradients=left, gradients_held=True, lowering=0, gathered=0, kept=0, exchange=0
-        ).resident_bytes
-        return resident + outputs + self.optimizer_temporaries
+        return sum(self.optimizer_rows(outputs).values())
 
 
 Count = Callable[[Any, Iterable[torch.Tensor], str, Collection[torch.Tensor]], OptimizerAccount]
@@ -164,6 +189,9 @@ def account_of(
     if live is not None:
         optimizer, trained, stepped = live.like(optimizer), live.in_order(trained), live.in_order(stepped)
     optimizer_bytes = count(optimizer, stepped, device.type, idle)
+    # Sequence parallelism leaves on each rank a part of the gradient of a parameter that every rank has whole: the
+    # optimizer sums these over ranks, at most three at once.
+    summed = max((shard_of(one).nbytes for one in trained if is_replicated(one)), default=0)
     home, (reserve, context) = parameters[0].device, _reserve(card)
     own = distinct_bytes([*parameters, *model.buffers()], block)
     return Account(
@@ -171,7 +199,7 @@ def account_of(
         buffers=own - distinct_bytes(parameters, block) + (0 if device.is_host else _COPIES * undo_bytes(model, block)),
         inputs=distinct_bytes((given for given in inputs if given.device.type in (home.type, "meta")), block),
         optimizer_state=optimizer_bytes.state_bytes,
-        optimizer_temporaries=optimizer_bytes.step_temporary_bytes + _summed_bytes(trained),
+        optimizer_temporaries=optimizer_bytes.step_temporary_bytes + 3 * summed,
         gradients=distinct_bytes(trained, block),
         reserve=reserve,
         context=context,
@@ -189,25 +217,15 @@ def _reserve(card: Hardware) -> tuple[int, int]:
 
 
 def for_card(account: Account, card: Hardware) -> Account:
-    """The account of the same step on another card of the same kind, with nothing else on that card; the allocator's
-    overhead is 0, as in `account_of`."""
+    """The account of the same step alone on another card of the same kind, without the allocator's overhead."""
     alone = replace(account, elsewhere=0, tolerance=0, unforeseen=0, rounding=0, fragmentation=0, card_state=None)
     reserve, context = _reserve(card)
     return replace(alone, reserve=reserve, context=context)
 
 
-def _summed_bytes(trained: Iterable[torch.Tensor]) -> int:
-    """The bytes of the sums over ranks that an optimizer makes of gradients. Sequence parallelism leaves on each rank
-    a part of the gradient of a parameter that every rank has whole. At most `_SUMS` such sums are there at once."""
-    return _SUMS * max((shard_of(value).nbytes for value in trained if is_replicated(value)), default=0)
-
-
-_SUMS = 3
-
-
-def in_blocks(sizes: Iterable[int], card: Hardware) -> int:
-    """The sum of sizes in bytes, each rounded up as the allocator of the card does."""
-    block = device_of(card).block_bytes
+def in_blocks(sizes: Iterable[int], device: Hardware | torch.device) -> int:
+    """The sum of sizes in bytes, each rounded up as the allocator of the device does."""
+    block = device_of(device).block_bytes
     return sum(-(-size // block) * block for size in sizes)
 
 

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from memopt.account.caching_allocator import SMALL_BYTES, CachingAllocator
 from memopt.account.card_state import CardState
@@ -15,11 +16,10 @@ from memopt.solver.simulator import by_position, lifetimes
 
 
 def step_ways(problem: RematProblem, schedule: Schedule) -> tuple[Sequence[BlockCall], ...]:
-    """The allocations and frees of a step, as `step_calls` returns them, for each way in which the caller may treat the
-    forward's results: holding them until the optimizer has stepped, or dropping them before the backward, as
-    `model(**batch).loss.backward()` drops all but the loss. Earlier frees leave other gaps, so a step may run out of
-    memory in one way and not in the other. Results of up to `SMALL_BYTES` are in segments of their own: if all results
-    are so small, only the first way is returned."""
+    """The allocations and frees of a step (`step_calls`) for each way in which the caller may treat the forward's
+    results: holding them until the optimizer has stepped, or dropping them before the backward, as
+    `model(**batch).loss.backward()` drops all but the loss. Either may run out of memory where the other does not.
+    Results of up to `SMALL_BYTES` are in segments of their own: if all are so small, only the first way is returned."""
     kept = step_calls(problem, schedule)
     if all(problem.storages[result].bytes <= SMALL_BYTES for result in problem.results):
         return (kept,)
@@ -36,7 +36,10 @@ def step_calls(problem: RematProblem, schedule: Schedule, *, dropped: bool = Fal
     dying: list[list[int]] = [[] for _ in evaluations]
     last = len(evaluations) - 1
     results = problem.results if dropped else frozenset()
-    versions = lifetimes(_with_kept(problem, without=results), evaluations, offloads)
+    if results:
+        storages = [replace(one, kept=one.kept and n not in results) for n, one in enumerate(problem.storages)]
+        problem = replace(problem, storages=tuple(storages))
+    versions = lifetimes(problem, evaluations, offloads)
     for number, (storage, made, dies) in enumerate(versions):
         born[made][storage] = number
         if storage in results:
@@ -47,31 +50,36 @@ def step_calls(problem: RematProblem, schedule: Schedule, *, dropped: bool = Fal
     unused = len(versions)
     for position, index in enumerate(evaluations):
         op = problem.ops[index]
-        within = _renumbered(problem, op, born[position], unused)
+        within = _within(problem, op, born[position], unused)
         unused += 1 + max((block for _, block, _ in op.calls), default=0)
         allocated = {number for allocates, number, _ in within if allocates}
         # What is fetched from the host gets its block before the operator runs.
         for storage, number in sorted(born[position].items(), key=lambda version: version[0] in op.makes):
             if number not in allocated:
                 calls.append(BlockCall(True, number, problem.storages[storage].bytes))
-        calls += within or _workspace(op, unused - 1)
+        calls += within
         calls += (BlockCall(False, number, 0) for number in dying[position])
     return calls
 
 
-def _with_kept(problem: RematProblem, *, without: frozenset[int]) -> RematProblem:
-    """The problem in which the storages `without` die after their last read and are not kept to the step's end."""
-    if not without:
-        return problem
-    storages = (replace(storage, kept=storage.kept and n not in without) for n, storage in enumerate(problem.storages))
-    return replace(problem, storages=tuple(storages))
-
-
 def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[Offload, ...], int]:
-    """The evaluations that emitted code runs (see `_read`), the offloads with positions among these evaluations, and
-    the position of the forward's last one. A schedule has others only because it evaluates every operator."""
-    read = _read(problem, schedule)
+    """The evaluations that emitted code runs: those whose results are read or kept, and those of operators that make
+    nothing or must not be recomputed; the offloads with positions among these evaluations; and the position of the
+    forward's last one. A schedule has others only because it evaluates every operator."""
+    out_at = by_position((offload.out_after, offload) for offload in schedule.offloads)
+    back_at = by_position((offload.back_before, offload) for offload in schedule.offloads)
     first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
+    wanted: set[int] = set()
+    read: list[int] = []
+    for position, index in reversed(list(enumerate(schedule.evaluations))):
+        op = problem.ops[index]
+        wanted.update(offload.storage for offload in out_at.get(position, ()))
+        result = first[index] == position and any(problem.storages[storage].kept for storage in op.makes)
+        if result or not op.recomputable or not op.makes or not wanted.isdisjoint(op.makes):
+            wanted = (wanted - set(op.makes)) | set(op.reads)
+            read.append(position)
+        wanted.difference_update(offload.storage for offload in back_at.get(position, ()))
+    read.reverse()
     forward_end = max((first[index] for index in range(problem.forward_ops)), default=0)
     offloads = tuple(
         Offload(
@@ -85,35 +93,10 @@ def _emitted(problem: RematProblem, schedule: Schedule) -> tuple[tuple[int, ...]
     return evaluations, offloads, max(0, bisect_right(read, forward_end) - 1)
 
 
-def _read(problem: RematProblem, schedule: Schedule) -> list[int]:
-    """The positions in the schedule of the evaluations that emitted code runs: those whose results are read or kept,
-    and those of operators that make nothing or must not be recomputed."""
-    out_at = by_position((offload.out_after, offload) for offload in schedule.offloads)
-    back_at = by_position((offload.back_before, offload) for offload in schedule.offloads)
-    first = {index: position for position, index in reversed(list(enumerate(schedule.evaluations)))}
-    wanted: set[int] = set()
-    read: list[int] = []
-    for position in range(len(schedule.evaluations) - 1, -1, -1):
-        op = problem.ops[schedule.evaluations[position]]
-        wanted.update(offload.storage for offload in out_at.get(position, ()))
-        kept = any(problem.storages[storage].kept for storage in op.makes)
-        result = kept and first[schedule.evaluations[position]] == position
-        if result or not op.recomputable or not op.makes or not wanted.isdisjoint(op.makes):
-            wanted = (wanted - set(op.makes)) | set(op.reads)
-            read.append(position)
-        wanted.difference_update(offload.storage for offload in back_at.get(position, ()))
-    return read[::-1]
-
-
-def _workspace(op: Op, number: int) -> list[BlockCall]:
-    """The calls for a workspace of which no more is known than its bytes."""
-    nbytes = op.workspace_bytes
-    return [BlockCall(True, number, nbytes), BlockCall(False, number, nbytes)] if nbytes else []
-
-
-def _renumbered(problem: RematProblem, op: Op, versions: Mapping[int, int], unused: int) -> list[BlockCall]:
+def _within(problem: RematProblem, op: Op, versions: Mapping[int, int], unused: int) -> list[BlockCall]:
     """The calls within one evaluation of an operator, with block numbers that are unique in the step: `versions` has
-    the number for each storage that it makes, and the blocks of its workspace get numbers from `unused` on."""
+    the number for each storage that it makes, and the blocks of its workspace get numbers from `unused` on. Where no
+    calls are known, the workspace is one block."""
     found = []
     for allocates, block, nbytes in op.calls:
         if block >= len(op.makes):
@@ -121,6 +104,8 @@ def _renumbered(problem: RematProblem, op: Op, versions: Mapping[int, int], unus
         elif allocates and op.makes[block] in versions:
             storage = op.makes[block]
             found.append(BlockCall(True, versions[storage], problem.storages[storage].bytes))
+    if not found and (nbytes := op.workspace_bytes):
+        return [BlockCall(True, unused, nbytes), BlockCall(False, unused, nbytes)]
     return found
 
 
@@ -130,8 +115,7 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The bytes of each block that is allocated outside of forward and backward, as for parameters and optimizer state,
-    in the order of allocation; and the blocks that exist when a replay begins."""
+    """The blocks outside of forward and backward, as bytes in the order of allocation, and those there at first."""
 
     resident: tuple[int, ...]
     """Allocated before the first step, and never freed."""
@@ -145,8 +129,7 @@ class StepBlocks:
     """The blocks that the allocator has when the replay begins; None: it begins empty."""
 
 
-@dataclass(frozen=True)
-class AllocatorPeaks:
+class AllocatorPeaks(NamedTuple):
     """The most bytes that the allocator allocates at once, rounded up to blocks, and the most that it reserves."""
 
     allocated_bytes: int
@@ -166,9 +149,7 @@ def replay(
     """The peaks of the allocator over several training steps. The allocator may reserve `limit_bytes`; None: any
     amount. Steps are replayed until one leaves the same blocks as the one before, or a fixed number of times. `calls`
     are the allocations and frees of one forward and backward; blocks that they do not free live until the optimizer is
-    done. `rising` is as for `CachingAllocator`.
-
-    Raises `CardFullError` where the limit is too low."""
+    done. `rising` is as for `CachingAllocator`. Raises `CardFullError` where the limit is too low."""
     allocator = CachingAllocator(
         expandable_segments=expandable_segments, limit_bytes=limit_bytes, state=blocks.there, rising=rising
     )
@@ -219,13 +200,10 @@ def replay_with_spare(
 ) -> AllocatorPeaks:
     """The peaks of the allocator when the margin `spare` of `limit_bytes` stays free: the largest over all `ways` in
     which a step may allocate and free. The step must also fit when half of the margin stays free, and when nothing
-    does. The latter is replayed with and without copies of the inputs, as a region's first run makes them, and with and
-    without `rising` (see `CachingAllocator`).
-
-    All this is tried because the limit decides when the allocator returns segments, and so where blocks lie: a process
-    may run out of memory with a larger limit and not with a smaller one. The limit also decides which blocks are a
-    little larger than requested, so the peak of allocated bytes is the largest of all replays. Raises `CardFullError`
-    where a replay needs more than its limit."""
+    does; the latter with and without copies of the inputs, as a region's first run makes them, and with and without
+    `rising` (see `CachingAllocator`). The limit decides when the allocator returns segments, and so where blocks lie,
+    and which blocks are a little larger than requested: a process may run out of memory with a larger limit and not
+    with a smaller one. Raises `CardFullError` where a replay needs more than its limit."""
     least = spare.taken_from(limit_bytes)
     bare = replace(blocks, copies=())
     runs = [
@@ -242,7 +220,7 @@ def replay_with_spare(
         ]
         for limit, held, rising in runs
     ]
-    return replace(_most(peaks[0]), allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
+    return _most(peaks[0])._replace(allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
 
 
 def peaks_without_limit(
@@ -254,11 +232,7 @@ def peaks_without_limit(
 
 def _most(peaks: Sequence[AllocatorPeaks]) -> AllocatorPeaks:
     """The most of each figure."""
-    return AllocatorPeaks(
-        max(found.allocated_bytes for found in peaks),
-        max(found.reserved_bytes for found in peaks),
-        max(found.releases for found in peaks),
-    )
+    return AllocatorPeaks(*map(max, zip(*peaks, strict=True)))
 
 
 def _run(allocator: CachingAllocator, calls: Sequence[BlockCall]) -> list[int]:

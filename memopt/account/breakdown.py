@@ -7,20 +7,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memopt.account.account import Account
+from memopt.account.account import GRADIENTS, OUTPUTS, Account
 from memopt.solver import Link, RematProblem, Schedule, simulate
 from memopt.solver.simulator import lifetimes
 
 ANY_LINK = Link(math.inf)
 """An infinitely fast link, for simulations of which only the bytes are needed: these do not depend on its rate."""
 
-OUTPUTS, GRADIENTS, TEMPORARIES, WORKSPACE = "outputs", "gradients", "backward temporaries", "workspace"
+TEMPORARIES, WORKSPACE = "backward temporaries", "workspace"
 SAVED, RECOMPUTED, FETCHED = "saved activations", "recomputed activations", "fetched activations"
 BROUGHT = "fetched parameters"
-GATHERED, EXCHANGE = "gathered parameters", "gradients being reduced"
 OPTIMIZER_STEP = "optimizer.step()"
-
-
 EAGER = "eager_code"
 """The name of ops that stand for what eager code between captured regions holds."""
 BETWEEN_REGIONS = "between the regions"
@@ -43,58 +40,19 @@ def breakdown(problem: RematProblem, schedule: Schedule, account: Account) -> Br
     simulation = simulate(problem, schedule, ANY_LINK)
     moving = simulation.peak_bytes - problem.resident_bytes
     graph_peak = account.resident_bytes + moving
-    in_step = optimizer_rows(account, problem.output_bytes)
+    in_step = account.optimizer_rows(problem.output_bytes)
     optimizer_peak = sum(in_step.values())
     if optimizer_peak > graph_peak:
         return Breakdown(optimizer_peak, OPTIMIZER_STEP, _ordered(in_step))
-    rows = dict(resident_rows(account))
+    rows = dict(account.resident_rows)
     for name, nbytes in live_bytes_by_kind(problem, schedule, simulation.peak_position).items():
         rows[name] = rows.get(name, 0) + nbytes
     at = problem.ops[schedule.evaluations[simulation.peak_position]].name
     return Breakdown(graph_peak, at, _ordered(rows))
 
 
-def resident_rows(account: Account) -> dict[str, int]:
-    """The bytes, by row, that are held from the first op of the forward to the last of the backward. They sum up to
-    `Account.resident_bytes`."""
-    lowering = "added by lowering" if account.lowering > 0 else "less by lowering"
-    held = account.gradients if account.gradients_held else 0
-    whole = {GATHERED: account.gathered + account.kept, EXCHANGE: account.exchange}
-    return {**_fixed_rows(account), **whole, lowering: account.lowering, GRADIENTS: held}
-
-
-def optimizer_rows(account: Account, outputs: int) -> dict[str, int]:
-    """The bytes, by row, while the optimizer steps and the caller still holds outputs of `outputs` bytes. They sum up
-    to `Account.optimizer_step_bytes`."""
-    return {
-        **_fixed_rows(account),
-        GRADIENTS: account.gradients - account.into_buckets,
-        OUTPUTS: outputs,
-        "optimizer temporaries": account.optimizer_temporaries,
-    }
-
-
-def _fixed_rows(account: Account) -> dict[str, int]:
-    return {
-        "parameters": account.parameters,
-        "buffers": account.buffers,
-        "inputs": account.inputs,
-        "optimizer state": account.optimizer_state,
-        "buckets": account.buckets,
-        "clones of outputs": account.output_clones,
-        "forwards in waiting": account.other_forwards,
-        "elsewhere": account.elsewhere,
-        "reserve": account.reserve,
-        "rounding of blocks": account.rounding,
-        "fragmentation": account.fragmentation,
-        "unforeseen": account.unforeseen,
-        "tolerance": account.tolerance,
-    }
-
-
 def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int) -> dict[str, int]:
-    """Bytes alive while evaluation `position` runs, by row: those of storages as `kind_of` says, and the workspace of
-    that evaluation, or what code outside of the regions holds then."""
+    """Bytes alive while evaluation `position` runs, by row: of storages (`kind_of`), workspace, and other code."""
     op_now = problem.ops[schedule.evaluations[position]]
     totals: Counter[str] = Counter()
     for storage, evaluation in live_versions(problem, schedule, position):
@@ -102,13 +60,10 @@ def live_bytes_by_kind(problem: RematProblem, schedule: Schedule, position: int)
         first = schedule.evaluations.index(maker) == evaluation
         kind = kind_of(problem, storage, first=first, fetched=schedule.evaluations[evaluation] != maker)
         totals[kind] += problem.storages[storage].bytes
-    row = (
-        BETWEEN_REGIONS
-        if op_now.name == EAGER
-        else MEANWHILE
-        if op_now.workspace_bytes and op_now.is_receipt
-        else WORKSPACE
-    )
+    if op_now.name == EAGER:
+        row = BETWEEN_REGIONS
+    else:
+        row = MEANWHILE if op_now.workspace_bytes and op_now.is_receipt else WORKSPACE
     totals[row] += op_now.workspace_bytes
     return dict(totals)
 

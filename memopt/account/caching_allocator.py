@@ -2,20 +2,17 @@
 
 Source: c10/cuda/CUDACachingAllocator.cpp (`malloc`, `get_free_block`, `alloc_found_block`, `free_block`,
 `try_merge_blocks`, `find_expandable_block`, `release_cached_blocks`) with the default settings: no largest block to
-split, no rounding to powers of two, one stream.
-"""
+split, no rounding to powers of two, one stream."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 
-from memopt.account.card_state import WINDOW_BYTES, CardState, HeldSegment
+from memopt.account.card_state import WINDOW_BYTES, CardState, HeldSegment, rounded_bytes
 from memopt.device.cuda import BLOCK_BYTES
 
 MB = 1024**2
-ROUNDING_BYTES = BLOCK_BYTES
-"""Every block is a multiple of this (`kMinBlockSize`)."""
 SMALL_BYTES = MB
 """The largest block of the small pool, which has segments of its own (`kSmallSize`)."""
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MB, 20 * MB  # kSmallBuffer, kLargeBuffer; also the pages of expandable segments
@@ -23,11 +20,6 @@ _OWN_SEGMENT = 10 * MB  # a block of this size or more has a segment of its own 
 _OWN_ROUNDING = 2 * MB  # kRoundLarge
 _ADDRESSES = 2**22 * _LARGE_SEGMENT  # room of an expandable segment: more than any card has, in whole pages
 _ABOVE = 2**24 * _LARGE_SEGMENT  # segments that are there from the start lie above, and new ones below
-
-
-def rounded_bytes(nbytes: int) -> int:
-    """Bytes of the block for a request: the next multiple of 512, and 0 for 0."""
-    return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
 
 
 class CardFullError(MemoryError):
@@ -59,8 +51,7 @@ class _Addresses:
         """The places for new ranges, each as (address, end), ascending."""
 
     def occupy(self, segments: Iterable[tuple[int, int]]) -> None:
-        """Take the windows in which segments lie, given as address and bytes in ascending order. The rest of these
-        windows are holes; adjacent windows form one range."""
+        """Take the windows of these segments (address, bytes), ascending; what is left of a window is a hole."""
         end: int | None = None
         begin = 0
         for address, nbytes in segments:
@@ -180,8 +171,7 @@ class CachingAllocator:
         state: the blocks that exist at the start: free ones may be allocated, the others are never freed.
         rising: whether a new segment is placed above all others; else at the highest address where it has room.
 
-    Raises `CardFullError` where the state is above the limit.
-    """
+    Raises `CardFullError` where the state is above the limit."""
 
     def __init__(
         self,
@@ -205,17 +195,14 @@ class CachingAllocator:
                 self._add_range(small, last.get(small))
 
     def malloc(self, nbytes: int) -> int:
-        """The address of a block of at least `nbytes`; 0 for 0 bytes.
-
-        Raises `CardFullError` where the limit does not allow it.
-        """
+        """The address of a block of at least `nbytes`; 0 for 0 bytes. Raises `CardFullError` above the limit."""
         if not nbytes:
             return 0
         size = rounded_bytes(nbytes)
         small = size <= SMALL_BYTES
         block = self._best_fit(size, small) or self._grow(size, small)
         rest = block.size - size
-        if rest >= ROUNDING_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
+        if rest >= BLOCK_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
             self._add_free(self._cut(block, size))
         block.free = False
         self.allocated_bytes += block.size
@@ -292,9 +279,8 @@ class CachingAllocator:
         self._add_unmapped(rest)
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
-        """Take the smallest free block that is large enough from the free list, the first in memory of several. With
-        expandable segments, go on to the next larger ones while each has less `room`. None if no block is large
-        enough."""
+        """Take the smallest free block that is large enough, the first in memory of several. With expandable segments,
+        go on to the next larger ones while each has less `room`. None if no block is large enough."""
         free = self._free[small]
         at = bisect_left(free, (size, 0))
         if at == len(free):
@@ -322,8 +308,7 @@ class CachingAllocator:
         return block
 
     def _wanted(self, size: int, small: bool) -> int:
-        """Bytes that the card must have free for a block. torch compares a whole segment with the limit, even where it
-        maps single pages."""
+        """Bytes that the card must have free for a block. torch compares a whole segment with the limit."""
         segment = _segment_bytes(size)
         if not self.expandable_segments:
             return segment

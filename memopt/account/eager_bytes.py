@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -33,10 +32,8 @@ from memopt.device.workspace_rules import SCALARS
 def allocated_bytes(device: torch.device) -> int | None:
     """The bytes that are allocated now: on CUDA by torch, on the CPU by `malloc` in the whole process, for any purpose.
 
-    On CUDA they are the bytes requested. Blocks that the allocator does not split are up to a megabyte larger; the
-    account has the difference in its row for the rounding of blocks. On the CPU only differences between two readings
-    are of use, and a few kB of them are Python's own. None on other devices, and on the CPU without glibc 2.33 or
-    later."""
+    On CUDA they are the bytes requested. On the CPU only differences between two readings are of use, and a few kB of
+    them are Python's own. None on other devices, and on the CPU without glibc 2.33 or later."""
     kind = device_of(device)
     if kind.caching:
         return kind.requested_bytes(device)
@@ -59,28 +56,19 @@ class AllocationLimit:
         """The bytes that `malloc` could allocate at the first reading, less those that were mapped then."""
 
     def bytes(self) -> int | None:
-        """An upper bound on the bytes allocated now, usually far too high; None for devices other than the CPU, and
-        where `malloc` does not report its figures."""
+        """An upper bound on the bytes allocated now; None but on the CPU, and where `malloc` does not tell."""
         if self._device.type != HOST.type or (mapped := _mapped_bytes()) is None:
             return None
         if self._unmapped is None:
-            if (allocatable := _allocatable_bytes()) is None:
+            info = read() if (read := _mallinfo2()) else None
+            if info is None or not (allocatable := info.uordblks + info.hblkhd + info.fordblks):
                 return None
             self._unmapped = allocatable - mapped[0]
         return self._unmapped + sum(mapped)
 
 
-def _allocatable_bytes() -> int | None:
-    """The bytes that `malloc` has allocated, and those that it can allocate before it maps more memory."""
-    if (read := _mallinfo2()) is None:
-        return None
-    info = read()
-    return int(info.uordblks + info.hblkhd + info.fordblks) or None
-
-
 def _mapped_bytes() -> tuple[int, int] | None:
-    """The bytes that the process has mapped now: private and writable, with those of `malloc`; and resident pages of
-    files and of shared memory. None where the operating system does not tell."""
+    """The bytes mapped now: private and writable; and resident pages of files and shared memory. None: unknown."""
     try:
         pages = list(map(int, os.pread(_statm_descriptor(os.getpid()), 256, 0).split()))
         return pages[5] * mmap.PAGESIZE, pages[2] * mmap.PAGESIZE
@@ -90,8 +78,7 @@ def _mapped_bytes() -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1)
 def _statm_descriptor(process: int) -> int:
-    """A file descriptor of `/proc/<pid>/statm`, which stays open: opening the file takes three times as long as reading
-    it. A forked process opens its own."""
+    """A descriptor of `/proc/<pid>/statm`, kept open since opening takes three times as long; one for each process."""
     return os.open(f"/proc/{process}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -121,8 +108,7 @@ _BY_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_outpu
 
 
 class ValueIsRead(Exception):
-    """Raised where code that runs on fake tensors depends on a value, or a kernel allocates bytes that do not follow
-    from its fake results."""
+    """Raised where code on fake tensors depends on a value, or a kernel's bytes do not follow from its fake results."""
 
 
 class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
@@ -133,8 +119,9 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
     optimizers count their steps in them, and choose between branches by their values. With `stand_ins`, other values
     that are read as numbers are made up; without, reading one, or a random number, raises `ValueIsRead`. Where the peak
     exceeds `most_bytes`, `_TooManyBytes` is raised. After `most_calls` operators `ValueIsRead` is raised, since a loop
-    may end only when a value allows it.
-    """
+    may end only when a value allows it."""
+
+    _on_fakes = True
 
     def __init__(
         self,
@@ -156,8 +143,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self._kernels_of = device_type
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result: real for one-element tensors in the host's memory, made up for a fake tensor that is
-        read as a number. Raises `ValueIsRead` as the class says."""
+        """The operator's result: real for one element on the host, made up for a fake number, as the class says."""
         self.kernels.add(schema_of(func).name)
         self._calls_left -= 1
         if self._calls_left < 0:
@@ -170,7 +156,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
             # A fake has no value: a number of its dtype.
             return 0.5 if given[0].dtype.is_floating_point else given[0].dtype == torch.bool or 1
         alone = func.namespace != "c10d"  # a collective on real values would wait for other ranks
-        if given and alone and all(map(_is_real_number, given)) and not _names_other_device((*args, *kwargs.values())):
+        devices = (value.type for value in (*args, *kwargs.values()) if isinstance(value, torch.device))
+        if given and alone and all(map(_is_real_number, given)) and all(kind == HOST.type for kind in devices):
             return _run_real(func, args, kwargs)
         result = func(*args, **kwargs)
         made = list(tensors_in(result))
@@ -181,13 +168,13 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
     def exclude(self, tensors: Any) -> None:
-        """Leave the fake tensors among these out of the count. Real tensors cannot be left out: they count where the
-        counted code creates them, or as the fake copies that the fake mode makes of them."""
-        super().exclude([tensor for tensor in tensors_in(tensors) if isinstance(tensor, FakeTensor)])
+        """Leave these tensors out of the count, unless they are counted already. Among fakes, real ones cannot be: they
+        count where the code or the fakes copy them."""
+        given = tensors_in(tensors)
+        super().exclude([one for one in given if isinstance(one, FakeTensor)] if self._on_fakes else tensors)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The bytes of the operator's workspace: an upper bound from a rule; on the CPU, where that bound would raise
-        the peak, the bytes measured in a run of the kernel."""
+        """The bytes of the operator's workspace: a rule's upper bound, or on the CPU measured if it were the peak."""
         if next(tensors_in(result), None) is None:
             return 0
         tensors = list(tensors_in((result, args, list(kwargs.values()))))
@@ -199,32 +186,24 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         return self.eager_workspace(call)
 
     def eager_workspace(self, call: OpCall) -> int:
-        """The bytes that the kernel of a call allocates for itself and frees before it returns, found as
-        `workspace_bytes` says."""
+        """The bytes that a kernel allocates for itself and frees before it returns, found as `workspace_bytes` says."""
         return eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - self.live_bytes)
 
     def raise_peak(self, workspace_bytes: int) -> None:
-        """Raise the peak to the bytes alive now plus `workspace_bytes`, if that is more. Raises `_TooManyBytes` where
-        it then exceeds `most_bytes`."""
+        """Raise the peak to the bytes alive now plus `workspace_bytes`. Raises `_TooManyBytes` beyond `most_bytes`."""
         super().raise_peak(workspace_bytes)
         if self.peak_bytes > self.most_bytes:
             raise _TooManyBytes
 
 
-class PlainTensorBytes(EagerBytes):  # type: ignore[no-untyped-call]
-    """Counts as `EagerBytes` does, for plain tensors instead of fake ones."""
-
-    def exclude(self, tensors: Any) -> None:
-        """Leave these tensors out of the count, unless they are counted already: they existed before counting began."""
-        LiveBytes.exclude(self, tensors)
-
-
-class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
+class RealBytes(EagerBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does while operators run on real tensors. An operator whose results and workspace would
     exceed `most_bytes` does not run.
 
     Kernels whose workspace has to be measured run once more in `measure`, when the tensors of the step are freed.
     `WorkspaceUnknown` is raised where that measurement decides whether an operator may run."""
+
+    _on_fakes = False
 
     def __init__(self, device_type: str, home: str, most_bytes: float) -> None:
         super().__init__(device_type, home, most_bytes=most_bytes)
@@ -235,8 +214,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._metered: int | None = None
         """The workspace bytes of the operator that has just run, where they were metered."""
         self.depends_on_values = False
-        """Whether an operator ran whose result may hold other bytes for other values of the same sizes, or that returns
-        a value to the code."""
+        """Whether an operator ran that returns a value to the code, or whose result's bytes may depend on values."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on the real tensors, and return its result. Raises `_TooManyBytes`, `WorkspaceUnknown`."""
@@ -255,8 +233,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. One whose tensors on the CPU are sparse, nested or quantised is metered: no rule has its
-        workspace."""
+        """Run an operator, metered if its tensors on the CPU are sparse, nested or quantised, as no rule knows it."""
         special = any(map(special_kind, tensors_in((args, list(kwargs.values())))))
         if not special or schema_of(func).is_mutable or not device_of(self._kernels_of).is_host:
             return LiveBytes.run(self, func, args, kwargs)
@@ -264,8 +241,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return result
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """The bytes of the operator's workspace: as measured while it ran, else by a rule, or 0 if `measure` will find
-        them later."""
+        """As `EagerBytes` finds them, but as measured while the operator ran; 0 if `measure` will find them later."""
         metered, self._metered = self._metered, None
         return super().workspace_bytes(func, args, kwargs, result) if metered is None else metered
 
@@ -274,8 +250,7 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self.depends_on_values = True
 
     def _expected(self, func: Any, args: Any, kwargs: Any) -> tuple[int, OpCall | None]:
-        """The bytes of an operator's results as far as they are known before it runs, else 0; and its call with these
-        results, None where they are not known."""
+        """The bytes of an operator's results as far as known before it runs, and its call (None: not known)."""
         given = tensors_in((args, list(kwargs.values())))
         if func.is_view or func.namespace in COLLECTIVES or any(map(special_kind, given)):
             return 0, None
@@ -299,24 +274,23 @@ class RealBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         return 0
 
     def measure(self) -> None:
-        """Run the kernels whose workspace `eager_workspace` left out, and raise the peak to what was held while they
-        ran plus that workspace. Raises `_TooManyBytes` where the peak exceeds `most_bytes`."""
+        """Run the kernels that `eager_workspace` left out, and raise the peak. Raises `_TooManyBytes`."""
         for call, live_bytes in self._unmeasured.items():
             self.live_bytes = live_bytes
             self.raise_peak(eager_workspace_bytes(call, self._kernels_of, self.peak_bytes - live_bytes))
 
 
-class MetaBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
-    """Counts tensors on "meta" as `EagerBytes` counts fake tensors of the CPU, but faster; for code that does not read
-    their device."""
+class MetaBytes(EagerBytes):  # type: ignore[no-untyped-call]
+    """Counts tensors on "meta" as `EagerBytes` counts fakes of the CPU, but faster; for code that reads no device."""
+
+    _on_fakes = False
 
     def __init__(self) -> None:
         super().__init__(HOST.type, "meta")
         self._device_type = None  # numbers in the host's memory count too
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result. An elementwise operator that writes to its first argument is not run, since on "meta"
-        it would have no effect: its result is that argument."""
+        """The operator's result; an elementwise one in place, without effect on "meta", returns its argument."""
         in_place = torch.Tag.pointwise in func.tags and schema_of(func).name.endswith("_")
         if in_place and args[0].is_meta:
             self.kernels.add(schema_of(func).name)
@@ -329,8 +303,7 @@ class _TooManyBytes(Exception):
 
 
 class WorkspaceUnknown(Exception):
-    """Raised where the workspace of an operator's kernel, which is not measured yet, decides whether the operator may
-    run. The only argument is the operator's `OpCall`."""
+    """Raised with an `OpCall` whose workspace, not measured yet, decides whether the operator may run."""
 
 
 class TensorsTooLarge(_TooManyBytes):
@@ -344,10 +317,6 @@ def _sizes_of_special(values: Any) -> set[tuple[int, ...]]:
 
 def _is_real_number(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.numel() == 1 and is_on_host(tensor)
-
-
-def _names_other_device(arguments: Iterable[Any]) -> bool:
-    return any(isinstance(value, torch.device) and value.type != HOST.type for value in arguments)
 
 
 def _run_real(func: Any, args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from heapq import nlargest
 import torch
 from torch import nn
 
-from memopt.account.account import BOOKKEEPING_BYTES, Account
+from memopt.account.account import BOOKKEEPING_BYTES, Account, in_blocks
 from memopt.account.eager_bytes import allocated_bytes
 from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_trial import LiveOptimizer, steps_any
@@ -67,32 +67,24 @@ def look(
     """Search a device for tensors other than those of a model, its gradients, its optimizers' state and its current
     call.
 
-    The first search in a process goes through all of Python's objects, in about 0.2 seconds for half a million of them;
-    later ones are faster (`live_objects`). On CUDA the allocator's count adds what no Python object holds. On the CPU,
-    memory that only C++ holds is missed; of the activations that a plain model saved, only those are found that its
-    modules passed on.
+    The first search in a process goes through all of Python's objects; later ones are faster (`live_objects`). On CUDA
+    the allocator's count adds what no Python object holds. On the CPU, memory that only C++ holds is missed; of the
+    activations that a plain model saved, only those are found that its modules passed on.
 
     Args:
-        own: further tensors that the account of the step includes: the call's inputs, and the copies that are kept so
-            that a failed call can be undone.
+        own: further tensors of the step: the call's inputs, and copies by which a failed call is undone.
         named: the addresses of memory that is counted already, such as what waiting forwards hold.
-        waiting_bytes: held by forwards of this model that wait for their backward; the allocator's count includes it.
+        waiting_bytes: held by this model's forwards that wait for their backward; the allocator's count includes it.
         others_bytes: held by waiting forwards of other models; these bytes are no part of the step.
-        plain_bytes: held by waiting forwards of any model that ran without a plan. Their addresses are not known, so as
-            many bytes of tensors with a `grad_fn`, at most, are taken to be theirs.
-        bucket_bytes: the buckets of `DistributedDataParallel`, which have a row of their own in the account.
-        buckets: the addresses of those buckets that are known.
+        plain_bytes: held by waiting forwards without a plan, at unknown addresses: as many bytes of tensors with a
+            `grad_fn`, at most, are taken to be theirs.
+        bucket_bytes: the buckets of `DistributedDataParallel`; `buckets`: the addresses of those that are known.
         libraries: the workspaces of libraries, which the allocator's count includes and the account has in its reserve.
     """
     found = live_objects(torch.Tensor, torch.optim.Optimizer)
     parameters = list(model.parameters())
     ids = set(map(id, parameters))
     optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]
-    block = device_of(device).block_bytes
-
-    def in_blocks(sizes: Iterable[int]) -> int:
-        return sum(-(-nbytes // block) * block for nbytes in sizes)
-
     gradients = blocks_of(with_memory([one.grad for one in parameters if one.grad is not None]), device)
     own_blocks = gradients | blocks_of(with_memory([*parameters, *model.buffers(), *own]), device)
     states = (tensor for optimizer in optimizers for tensor in held_tensors(optimizer))
@@ -104,11 +96,11 @@ def look(
         for address, nbytes in blocks_of(tensors, device).items()
         if not (address in own_blocks or address in state or address in named or address in buckets)
     }
-    other = in_blocks(beside.values())
+    other = in_blocks(beside.values(), device)
     if plain_bytes:
         in_graphs = blocks_of([one for one in tensors if one.grad_fn is not None], device).keys() & beside.keys()
-        other -= min(plain_bytes, in_blocks(beside[address] for address in in_graphs))
-    gradient_bytes = in_blocks(nbytes for address, nbytes in gradients.items() if address not in buckets)
+        other -= min(plain_bytes, in_blocks((beside[address] for address in in_graphs), device))
+    gradient_bytes = in_blocks((nbytes for address, nbytes in gradients.items() if address not in buckets), device)
     other += others_bytes
     if device_of(device).caching:
         in_buckets = sum(nbytes for address, nbytes in own_blocks.items() if address in buckets)
@@ -119,7 +111,7 @@ def look(
     of_modules = blocks_of([one for one in tensors if isinstance(one, nn.Parameter)], device).keys() & beside.keys()
     in_modules = sum(beside[address] for address in of_modules)
     live = tuple(map(LiveOptimizer.of, optimizers))
-    return Elsewhere(other, in_blocks(state.values()), gradient_bytes, largest, live, in_modules, looked=True)
+    return Elsewhere(other, in_blocks(state.values(), device), gradient_bytes, largest, live, in_modules, looked=True)
 
 
 def _in_words(tensors: Iterable[torch.Tensor], blocks: Mapping[int, int], device: torch.device) -> tuple[str, ...]:

@@ -88,8 +88,7 @@ def optimizer_account(
     trained = [parameter for parameter in given if parameter.requires_grad and id(parameter) not in still]
     device_type = device_type or next((p.device.type for p in trained if p.device.type != "meta"), HOST.type)
     if isinstance(optimizer, (str, type)):
-        shards = map(shard_of, trained)
-        layouts = tuple((shard.shape, shard.stride(), shard.dtype) for shard in shards)
+        layouts = tuple(_kind(shard_of(one)) for one in trained)
         return _account_of_class(optimizer, layouts, device_type, torch.get_num_threads())
     return _account_of(optimizer, trained, device_type, [parameter for parameter in given if id(parameter) in still])
 
@@ -98,8 +97,7 @@ def optimizer_account(
 def _account_of_class(
     optimizer: OptimizerLike, layouts: Sequence[Layout], device_type: str, threads: int
 ) -> OptimizerAccount:
-    """The account of a class, cached since planning asks for it several times. `threads` is the number of torch's
-    threads, for each of which kernels of the CPU take a workspace."""
+    """The account of a class. Kernels of the CPU take a workspace for each of torch's `threads`."""
     return _account_of(optimizer, [on_meta(*layout) for layout in layouts], device_type)
 
 
@@ -138,8 +136,7 @@ def _account_of(
 
 
 def takes_singly(optimizer: OptimizerLike) -> bool:
-    """Whether `optimizer` is, or names, a class of torch (Adam, AdamW, NAdam, RAdam, SGD) in which state and step of
-    each parameter do not depend on the other parameters."""
+    """Whether it is, or names, a class of torch that steps each parameter whatever the others are."""
     names = [single.__name__.lower() for single in _SINGLY]
     return optimizer.lower() in names if isinstance(optimizer, str) else optimizer in _SINGLY
 
@@ -184,22 +181,14 @@ def _singly(optimizer: OptimizerLike, parameters: Iterable[torch.Tensor]) -> dic
     for alike in by_dtype.values():
         fewest, most = (end(alike, key=torch.Tensor.numel) for end in (min, max))
         ends = [_tried(optimizer, [parameter], HOST.type, home="meta") for parameter in dict.fromkeys((fewest, most))]
+        low, high = ends[0], ends[-1]
         for parameter in alike:
             part = (parameter.numel() - fewest.numel()) / max(1, most.numel() - fewest.numel())
-            found[_kind(parameter)] = _between(ends[0], ends[-1], part)
+            state = round(low.state_bytes + part * (high.state_bytes - low.state_bytes))
+            more = high.step_temporary_bytes - low.step_temporary_bytes
+            temporaries = round(low.step_temporary_bytes + part * more)
+            found[_kind(parameter)] = OptimizerAccount(state, temporaries, low.name)
     return found
-
-
-def _between(low: OptimizerAccount, high: OptimizerAccount, part: float) -> OptimizerAccount:
-    """The account on the line between two, `part` of the way from the first to the second."""
-    state, temporaries = (
-        round(a + part * (b - a))
-        for a, b in (
-            (low.state_bytes, high.state_bytes),
-            (low.step_temporary_bytes, high.step_temporary_bytes),
-        )
-    )
-    return OptimizerAccount(state, temporaries, low.name)
 
 
 class _TrialError(ValueError):
@@ -227,7 +216,9 @@ def _tried(
         moved = count.bytes_among([parameter.data for parameter in stepped])  # replaces their old memory
         made = count.bytes_among([parameter.grad for parameter in stepped])  # gradients that it made
         temporaries = max(0, count.peak_bytes - count.live_bytes) + made + SCALARS
-        name = f"{name} ({_way(count.kernels)})"
+        ways = {"::_fused_": "fused", "::_foreach_": "foreach"}  # known from the kernels that it called
+        way = next((way for mark, way in ways.items() if any(mark in kernel for kernel in count.kernels)), "for-loop")
+        name = f"{name} ({way})"
         held = dict.fromkeys([*state_tensors(on_fakes), *held_tensors(on_fakes)])
         blocks = tuple(tensor.nbytes for tensor in held if count.has_counted(tensor))
         state = count.live_bytes - moved - made
@@ -235,7 +226,7 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for an optimizer whose step evaluates the model (LBFGS)."""
+    """Raise `ValueError` for LBFGS, whose step evaluates the model."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
@@ -245,10 +236,7 @@ def refuse(optimizer: Optimizer) -> None:
 
 
 def _run_steps(on_fakes: Optimizer, count: EagerBytes, name: str) -> None:
-    """Run three steps: the first makes the state, the second has it from its start, the third has a late step number.
-
-    Raises `_TrialError` where one does not run on fake tensors.
-    """
+    """Run three steps: a first, a second, and a late one. Raises `_TrialError` where one does not run."""
     try:
         for number in (None, None, _LATE_STEP):
             if number is not None:
@@ -261,7 +249,7 @@ def _run_steps(on_fakes: Optimizer, count: EagerBytes, name: str) -> None:
 
 
 def _set_step(on_fakes: Optimizer, number: int) -> None:
-    """Set the optimizer's step numbers, where they have the name "step" as in all of torch's."""
+    """Set the optimizer's step numbers, which all of torch's name "step"."""
     for state in on_fakes.state.values():
         step = state.get("step") if isinstance(state, dict) else None
         if isinstance(step, torch.Tensor) and not isinstance(step, FakeTensor):
@@ -269,9 +257,3 @@ def _set_step(on_fakes: Optimizer, number: int) -> None:
                 step.fill_(number)
         elif isinstance(step, (int, float)):
             state["step"] = number
-
-
-def _way(kernels: set[str]) -> str:
-    """The optimizer's implementation ("fused", "foreach" or "for-loop"), known from the kernels that it called."""
-    ways = {"_fused_": "fused", "_foreach_": "foreach"}
-    return next((way for mark, way in ways.items() if any(f"::{mark}" in name for name in kernels)), "for-loop")

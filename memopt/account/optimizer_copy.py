@@ -34,8 +34,7 @@ _WHOLE = (type, Enum, types.ModuleType, torch.dtype, torch.device, torch.Size, s
 
 
 def bare_copy(value: T) -> T:
-    """A shallow copy: a new object of the same class with the same attributes. It bypasses the class's own copying,
-    since `Optimizer` copies three attributes only."""
+    """A shallow copy of all attributes, unlike the class's own, as `Optimizer` copies three only."""
     same = object.__new__(type(value))
     for name, held in attributes_of(value):
         object.__setattr__(same, name, held)
@@ -74,8 +73,7 @@ class OptimizerCopy:
         self._home, self._addresses = device.type, set[int]()
 
     def of(self, optimizer: Optimizer) -> Optimizer:
-        """Copy an optimizer, the one that this object is for or one that it holds inside, and return the copy. Adds to
-        `copied` and `made`."""
+        """Copy an optimizer, or one that it holds inside, and return the copy. Adds to `copied` and `made`."""
         same = self._note(optimizer, object.__new__(type(optimizer)))
         self.copied.append(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -212,8 +210,7 @@ class OptimizerCopy:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """A context in which the optimizers in `copied`, the originals, have no parameters and no state, so that code
-        of a copy that still refers to an original steps nothing."""
+        """A context in which the originals hold nothing, so that a copy that refers to one steps nothing."""
         own = [(vars(one), {name: vars(one)[name] for name in _EMPTY if name in vars(one)}) for one in self.copied]
         for attributes, held in own:
             attributes.update({name: empty() for name, empty in _EMPTY.items() if name in held})
@@ -243,8 +240,7 @@ def _is_full(cell: types.CellType) -> bool:
 
 
 def held_tensors(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    """The tensors that an optimizer holds in its state, its groups and its other attributes, at any depth of
-    dictionaries, lists, tuples and simple objects; none of its parameters."""
+    """The tensors that an optimizer holds at any depth of containers and simple objects, but its parameters."""
     seen = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left: list[Any] = [value for _, value in attributes_of(optimizer)]
     while left:

@@ -35,8 +35,7 @@ class GivenOptimizer:
     replace its optimizer, as when layers are unfrozen, and the state of the first one is then to be freed."""
 
     kept: OptimizerLike
-    """The optimizer as it was given; in place of an instance of one of torch's own classes, a function that makes
-    another one with the same options."""
+    """The optimizer as given; for an instance of one of torch's classes, a function that makes another like it."""
     instance: weakref.ref[Optimizer] | None = None
     """A weak reference to an instance of one of torch's own classes; None for everything else."""
 
@@ -52,8 +51,7 @@ class GivenOptimizer:
 
     @property
     def now(self) -> OptimizerLike:
-        """The optimizer as it was given; if that was an instance held weakly that is freed by now, a function that
-        makes another one like it."""
+        """The optimizer as it was given, or once that instance is freed a function that makes another like it."""
         alive = self.instance() if self.instance is not None else None
         return self.kept if alive is None else alive
 
@@ -77,12 +75,10 @@ def optimizer_on_fakes(
     """A context that yields the optimizer with fake tensors on the device `home` in place of `parameters`, so that its
     steps can be tried. With "meta" as `home` they are plain tensors on "meta".
 
-    `count` counts the state that an instance has already, or what making the optimizer allocates. `foreach`: by
-    default torch steps all parameters at once on the device that is planned for, and so it does here. `idle` are
-    parameters of an instance that have no gradient when it steps. Functions of the optimizer that `torch.compile` has
-    wrapped run uncompiled.
-
-    Raises `ValueError` as `trial` does."""
+    `count` counts the state that an instance has already, or what making the optimizer allocates. `foreach`: by default
+    torch steps all parameters at once on the device that is planned for, and so it does here. `idle` are parameters of
+    an instance that have no gradient when it steps. Functions of the optimizer that `torch.compile` has wrapped run
+    uncompiled. Raises `ValueError` as `trial` does."""
     mode = nullcontext() if home == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
     with plain_tensors(), mode, eager_optimizers(foreach=foreach):
         device = torch.device(home)
@@ -102,9 +98,8 @@ def optimizer_on_fakes(
 
 def trial(optimizer: OptimizerLike, fakes: Fakes, device: torch.device) -> Optimizer:
     """The optimizer that `optimizer` (class, instance, function or name) makes with the stand-ins `fakes` as its
-    parameters; of an instance a copy, with its state on `device`.
-
-    Raises `ValueError` where `optimizer` makes no optimizer, or cannot be made from the parameters alone."""
+    parameters; of an instance a copy, with its state on `device`. Raises `ValueError` where `optimizer` makes no
+    optimizer, or cannot be made from the parameters alone."""
     if isinstance(optimizer, Optimizer):
         return OptimizerCopy(fakes, device).of(optimizer)
     make: Any = _class_named(optimizer) if isinstance(optimizer, str) else optimizer
@@ -130,8 +125,7 @@ def fused(optimizer: OptimizerLike) -> OptimizerLike:
     """The same optimizer with torch's fused kernels, which need no temporaries: of an instance a shallow copy, of all
     else a function that takes the parameters.
 
-    None where the optimizer uses fused kernels already, has no such option, or is None. Raises `ValueError` as `trial`
-    does."""
+    None where the optimizer uses fused kernels already, has no such option, or is None. Raises as `trial` does."""
     if optimizer is None:
         return None
     groups = (optimizer if isinstance(optimizer, Optimizer) else trial(optimizer, {}, HOST)).param_groups
@@ -168,8 +162,7 @@ def _fake(parameter: torch.Tensor, device: torch.device, *, gradient: bool = Tru
 
 
 def step(on_fakes: Any) -> None:
-    """Step an optimizer whose parameters are fake tensors. If it needs a closure, it gets one that returns 0 as the
-    loss and sets the gradients again."""
+    """Step an optimizer of fake parameters; a closure that it needs returns 0 and sets the gradients again."""
     gradients = [(parameter, parameter.grad) for parameter in parameters_of(on_fakes)]
 
     def closure() -> torch.Tensor:
@@ -232,13 +225,11 @@ def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LiveOptimizer:
-    """An existing optimizer: its class, the order of its parameters and whether it uses fused kernels. The bytes that
-    its step takes depend on these."""
+    """What the bytes of an existing optimizer depend on: its class, its parameters' order, its kernels."""
 
     kind: type[Optimizer]
     order: tuple[int, ...]
-    """The `id`s of its parameters, in the order of its groups: a loop over them frees the temporaries of one in the
-    step of the next."""
+    """The `id`s of its parameters, in order: a loop frees the temporaries of one in the step of the next."""
     fused: bool
     """Whether all its groups are stepped by torch's fused kernels, which need no temporaries."""
 
@@ -249,8 +240,7 @@ class LiveOptimizer:
         return cls(type(optimizer), order, all(group.get("fused") is True for group in optimizer.param_groups))
 
     def like(self, optimizer: OptimizerLike) -> OptimizerLike:
-        """A function that makes an optimizer of this one's class with fused kernels, if this one uses them; else
-        `optimizer`, which is that class or its name."""
+        """`optimizer`, this one's class or name, or a function that makes it with fused kernels as this one has."""
         if not self.fused:
             return optimizer
         make: Any = self.kind
@@ -276,8 +266,7 @@ def steps_any(optimizer: Optimizer, ids: set[int]) -> bool:
 
 
 def live_optimizer_of(optimizer: Any, live: Sequence[LiveOptimizer]) -> LiveOptimizer | None:
-    """The only optimizer in `live` whose class is `optimizer`, a class or its name. None if there is not exactly one,
-    and where `optimizer` is an instance or a function."""
+    """The only one in `live` whose class is `optimizer`, a class or its name; else None."""
     name = optimizer.lower() if isinstance(optimizer, str) else None
     found = [one for one in live if one.kind is optimizer or one.kind.__name__.lower() == name]
     return found[0] if len(found) == 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -41,9 +41,10 @@ from memopt.random_states import draws_so_far
 from memopt.saved_values import values_restored
 from memopt.training_state import undone, undone_but_parameters
 
+Run: TypeAlias = Callable[..., Any]
+"""The forward of a model and its loss."""
 READS_MARGIN = 4
-"""Where the code reads values, such as whether a mask is all true, a step is counted without computing it only if this
-many times its peak would fit."""
+"""A step whose code reads values is counted without computing it only if this many times its peak would fit."""
 LEFT_OUT_MARGIN = 2
 """A step with kernels that make more bytes than their fake results have, such as those of recurrent layers, is counted
 on values only if this many times what is known of it would fit: one such kernel may hold more than all that is left."""
@@ -72,8 +73,7 @@ class PlainStep:
     tangent_bytes: int = 0
     """The gradients with which its backward begins where the loss is outside of the model; 0 where it is inside."""
     reached: frozenset[int] = frozenset()
-    """The `id`s of the model's parameters that have a gradient after its backward, or would after one that begins at
-    other outputs."""
+    """The `id`s of the parameters that have a gradient after its backward, or would after one from other outputs."""
     calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
     """How often each kernel runs."""
     graph: Retention = FREED
@@ -90,7 +90,7 @@ class PlainStep:
 
 def count_plain_step(
     model: nn.Module,
-    run: Callable[..., Any],
+    run: Run,
     call: Call,
     card: Hardware,
     *,
@@ -124,19 +124,12 @@ def count_plain_step(
 
 
 def _count_uncomputed(
-    model: nn.Module,
-    run: Callable[..., Any],
-    call: Call,
-    *,
-    gradients_held: bool,
-    most_bytes: float,
-    graph: Retention = FREED,
+    model: nn.Module, run: Run, call: Call, *, gradients_held: bool, most_bytes: float, graph: Retention = FREED
 ) -> PlainStep | None:
     """As `count_plain_step`, on tensors whose values are not computed. None where fakes may tell more: where an
     operator cannot be counted so, where only the upper bound of a workspace exceeds `most_bytes`, or where the code
-    reads values and the step is not far below `most_bytes`.
-
-    Raises `TensorsTooLarge` where the tensors of the step alone hold more than `most_bytes`."""
+    reads values and the step is not far below `most_bytes`. Raises `TensorsTooLarge` where the tensors of the step
+    alone hold more than `most_bytes`."""
     count = UncomputedBytes(most_bytes)
     if not all(map(_is_plain, [*model.parameters(), *model.buffers(), *tensors_in(call)])):
         return None
@@ -162,17 +155,9 @@ def _count_uncomputed(
 
 
 def _count_on_fakes(
-    model: nn.Module,
-    run: Callable[..., Any],
-    call: Call,
-    card: Hardware,
-    *,
-    gradients_held: bool,
-    most_bytes: float,
-    graph: Retention = FREED,
+    model: nn.Module, run: Run, call: Call, card: Hardware, *, gradients_held: bool, most_bytes: float, graph: Retention
 ) -> PlainStep | None:
-    """As `count_plain_step`, on fake tensors. They are on the model's device; for a model on "meta" on the device that
-    would run it here, where inputs with values may lie, too."""
+    """As `count_plain_step`, on fakes on the model's device; for one on "meta" on that which would run it here."""
     home = next(model.parameters()).device
     home = device_here() if home.type == "meta" else home
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -203,7 +188,7 @@ def _count_on_fakes(
 
 def count_on_values(
     model: nn.Module,
-    run: Callable[..., Any],
+    run: Run,
     call: Call,
     card: Hardware,
     most_bytes: int,
@@ -235,14 +220,7 @@ def count_on_values(
 
 
 def _count_once(
-    model: nn.Module,
-    run: Callable[..., Any],
-    call: Call,
-    card: Hardware,
-    most_bytes: int,
-    *,
-    graph: Retention,
-    checkpoints: bool,
+    model: nn.Module, run: Run, call: Call, card: Hardware, most_bytes: int, *, graph: Retention, checkpoints: bool
 ) -> PlainStep | None:
     home = next(model.parameters()).device
     args, kwargs = replaced_tensors(call, lambda one: one.clone() if is_wrapper(one) else same_memory(one))
@@ -280,9 +258,8 @@ def _counted(
     model's parameters and buffers to what stands for each.
 
     None where no output requires a gradient, and where the backward would change what is not the step's own: a graph
-    that was there before, or leaves that are neither in `own` nor in `inputs`. `others_too` permits such leaves
-    without hooks, `made_too` those that the forward makes.
-    """
+    that was there before, or leaves that are neither in `own` nor in `inputs`. `others_too` permits such leaves without
+    hooks, `made_too` those that the forward makes."""
     tensors = [value for value in (*own.values(), *inputs) if isinstance(value, torch.Tensor)]
     first, drawn = next_node_number(), draws_so_far()
     with count, unseen_by_hooks():
@@ -352,8 +329,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_of_a_library(hook: Callable[..., Any]) -> bool:
-    """Whether a forward hook comes with a library that keeps nothing of what its hooks see: that by which
-    transformers lets inputs require gradients for activation checkpointing, or torch's parametrisations."""
+    """Whether a forward hook is of a library whose hooks keep nothing: transformers, peft, torch's parametrisations."""
     module = getattr(hook, "__module__", "")
     return module.partition(".")[0] in ("torch", "transformers", "peft")
 

@@ -23,8 +23,7 @@ REDUCED = torch.float32
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that FSDP2 gathers together and whose gradients it reduces together: those of one block, or all
-    outside of blocks."""
+    """Parameters that FSDP2 gathers and reduces together: those of one block, or all outside of blocks."""
 
     name: str
     """The path of the block; "" for the group of all parameters outside of blocks, which belongs to the root."""
@@ -53,9 +52,8 @@ class Sharding:
 
     @classmethod
     def of(cls, model: nn.Module, cluster: Cluster, dtype: torch.dtype) -> Sharding:
-        """The sharding of a model's parameters over the cards of `cluster`, in one group for each block of the model,
-        as FSDP2 gathers them; `dtype` is that in which the step computes. A parameter with several names belongs to the
-        group of the first."""
+        """The sharding of a model's parameters over the cards of `cluster`, one group for each block; the step computes
+        in `dtype`. A parameter with several names belongs to the group of the first."""
         members: dict[str, list[torch.Tensor]] = {"": []}
         for name, parameter in model.named_parameters():
             members.setdefault(block_of(name), []).append(parameter)
@@ -71,29 +69,25 @@ class Sharding:
         return replace(self, cluster=cluster, groups=groups)
 
     @property
-    def root(self) -> ParameterGroup | None:
-        """The group of the parameters outside of blocks, which stays gathered until the backward is over."""
-        return next((group for group in self.groups if not group.name), None)
-
-    @property
     def blocks(self) -> tuple[ParameterGroup, ...]:
         """The groups of the blocks: all but the root's, each gathered before every use of its block."""
         return tuple(group for group in self.groups if group.name)
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """The most bytes of gathered (unsharded) parameters at once: the root's, those of one block, and the next
-        block's, which is prefetched."""
-        root = self.root.gathered_bytes if self.root else 0
-        return root + 2 * max((group.gathered_bytes for group in self.blocks), default=0)
+        """The most bytes gathered at once: the root's, one block's, and the next block's, which is prefetched."""
+        root = sum(group.gathered_bytes for group in self.groups if not group.name)
+        return root + 2 * self._largest_bytes
+
+    @property
+    def _largest_bytes(self) -> int:
+        return max((group.gathered_bytes for group in self.blocks), default=0)
 
     def kept_bytes(self, count: int) -> int:
         """The bytes beyond `gathered_bytes` that it takes to keep the last `count` blocks gathered until their
-        backward. The parameters of these blocks then exist at once, and one buffer into which another block is
-        gathered."""
-        kept = [group.gathered_bytes for group in self.blocks[len(self.blocks) - count :]] if count else []
-        largest = max((group.gathered_bytes for group in self.blocks), default=0)
-        return max(0, sum(kept) - largest)
+        backward. These then exist at once, beside one buffer into which another block is gathered."""
+        kept = sum(group.gathered_bytes for group in self.blocks[len(self.blocks) - count :])
+        return max(0, kept - self._largest_bytes)
 
     @cached_property
     def exchange_bytes(self) -> int:
@@ -130,14 +124,13 @@ def _group(name: str, parameters: Sequence[torch.Tensor], cards: int, dtype: tor
     return ParameterGroup(
         name,
         frozenset(shards),
-        sum(cards * shard.numel() * _computed(shard, dtype).itemsize for shard in shards.values()),
+        sum(
+            cards * shard.numel() * (dtype if shard.dtype.is_floating_point else shard.dtype).itemsize
+            for shard in shards.values()
+        ),
         sum(cards * shards[id(parameter)].numel() * REDUCED.itemsize for parameter in trained),
         sum(shards[id(parameter)].nbytes for parameter in trained),
     )
-
-
-def _computed(parameter: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if parameter.dtype.is_floating_point else parameter.dtype
 
 
 def _shard(parameter: torch.Tensor, cards: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memopt.account.eager_bytes import PlainTensorBytes, TensorsTooLarge, ValueIsRead
+from memopt.account.eager_bytes import EagerBytes, TensorsTooLarge, ValueIsRead
 from memopt.compat.fakes import FakeTensorMode
 from memopt.compat.host import HOST, protected, uncomputed
 from memopt.compat.operators import makes_unknown_bytes, plain_tensors, schema_of, tree_flatten, tree_unflatten
@@ -22,13 +22,15 @@ _COMPUTED_BYTES = 1024**2
 """Integer tensors and masks of up to this size are computed, if they depend on such tensors alone."""
 
 
-class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
+class UncomputedBytes(EagerBytes):  # type: ignore[no-untyped-call]
     """Counts as `EagerBytes` does on fake tensors of the CPU, but much faster: operators do not run. Their results are
     tensors without memory, with the layouts that they have on "meta". Equal calls of an operator are examined once.
 
     Small integer tensors and masks are computed, as code often tests whether a mask is all true; `reads` tells whether
     a value was read. Reading other values raises `ValueIsRead`; an operator whose result sizes depend on values raises
     an error of its own. Existing tensors are not written to."""
+
+    _on_fakes = False
 
     def __init__(self, most_bytes: float) -> None:
         super().__init__(HOST.type, HOST.type, stand_ins=False, most_bytes=most_bytes)
@@ -39,8 +41,7 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         self._uncomputed: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A leaf tensor with the same layout that is not counted: for a small integer tensor or mask a copy (zeros
-        if it is on "meta"), for others a tensor without memory."""
+        """A leaf tensor of the same layout that is not counted: a copy of a small integer one, else without memory."""
         if _is_known_kind(tensor):
             return protected(torch.zeros_like(tensor, device=HOST) if tensor.is_meta else tensor.clone())
         return self._new(TensorSpec(tensor.shape, tensor.stride(), tensor.dtype)).requires_grad_(tensor.requires_grad)
@@ -61,7 +62,9 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         call = describe(func, args, kwargs, ())
-        kernel = self._kernel(call)
+        if call not in self._kernels:
+            self._kernels[call] = _Kernel.of(call, *self._results_of(call))
+        kernel = self._kernels[call]
         if kernel.is_view:
             return func(*args, **kwargs)
         self.calls[call] += 1
@@ -69,24 +72,20 @@ class UncomputedBytes(PlainTensorBytes):  # type: ignore[no-untyped-call]
             raise TensorsTooLarge
         self._workspace_bytes = kernel.workspace_bytes
         if kernel.may_be_known and all(map(self._is_known, given)):
-            return _protected(func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            for tensor in tensors_in(result):
+                protected(tensor)
+            return result
         for position in kernel.written:
             self._uncomputed.add(given[position].untyped_storage())
         return tree_unflatten([self._result(leaf, given) for leaf in kernel.results], kernel.structure)
 
     def workspace_bytes(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """An upper bound, from a rule, on the bytes of workspace of the kernel that `run` was last called for; the
-        arguments are not used."""
+        """An upper bound on the workspace of the kernel that `run` was last called for; the arguments are not used."""
         return self._workspace_bytes
 
-    def _kernel(self, call: OpCall) -> _Kernel:
-        if call not in self._kernels:
-            self._kernels[call] = _Kernel.of(call, *self._results_of(call))
-        return self._kernels[call]
-
     def _results_of(self, call: OpCall) -> tuple[Any, Any, Any]:
-        """The arguments of a call, by position and by keyword, and its results: on "meta", or as fakes with corrected
-        strides where those on "meta" may be laid out otherwise than the kernel's."""
+        """A call's arguments and results on "meta", or as fakes with true strides where those on "meta" may differ."""
         args, kwargs = call.make_arguments("meta")
         with plain_tensors(), torch.no_grad():
             if not may_differ(call.op, tensors_in((args, list(kwargs.values())))):
@@ -171,12 +170,6 @@ def _written(call: OpCall, args: Sequence[Any], kwargs: dict[str, Any]) -> list[
 
 def _spec(leaf: Any) -> Any:
     return TensorSpec(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _protected(result: Any) -> Any:
-    for tensor in tensors_in(result):
-        protected(tensor)
-    return result
 
 
 def _is_known_kind(tensor: torch.Tensor) -> bool:

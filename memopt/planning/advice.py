@@ -27,10 +27,9 @@ from memopt.levers.microbatch import MICROBATCH
 from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.microbatch import samples_of, split
 from memopt.planning.call_planner import CallPlanner
-from memopt.planning.plan_search import PlanSearch
+from memopt.planning.plan_search import ADAPTERS, CAPTURE, PlanSearch, Tries
 from memopt.planning.stages import Priced, Recorded
 from memopt.planning.terms import Situation
-from memopt.planning.tries import ADAPTERS, CAPTURE, Tries
 from memopt.units import size
 
 _log = logging.getLogger("memopt")
@@ -54,6 +53,7 @@ class _Advice:
     def __init__(self, recorded: Recorded) -> None:
         self.planner, self.call, self.situation = recorded.planner, recorded.call, recorded.situation
         self.options = recorded.planner.terms.options
+        self.budget_bytes = self.options.budget_bytes
 
     def __call__(self, steps: Sequence[Priced], near: bool, tries: Tries) -> tuple[list[str], list[Way]]:
         """Sentences on what was not tried, and suggestions with which the step fits the budget, or a larger card.
@@ -71,17 +71,12 @@ class _Advice:
             captured = (partial(kind, lean, tries) for kind in (self.in_microbatches, self.with_low_rank))
             kinds += (partial(self.without_state, lean), *captured)
         found = [way for suggest in kinds for way in _unless_it_fails(suggest)]
-        budget = self.options.budget_bytes
         helpful = [
-            replace(way, sentence=f"{way.sentence} {would_do(way.peak_bytes, budget)}")
+            replace(way, sentence=f"{way.sentence} {would_do(way.peak_bytes, self.budget_bytes)}")
             for way in found
-            if self.fits(way.peak_bytes)
+            if way.peak_bytes <= self.budget_bytes
         ]
         return [_NOT_LOOKED] * near, [*helpful, *_unless_it_fails(partial(self.on_a_larger_card, lean))]
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether `nbytes`, the smallest budget of a changed step, is within the budget that was given."""
-        return nbytes <= self.options.budget_bytes
 
     def in_microbatches(self, lean: Priced, tries: Tries) -> Iterator[Way]:
         """Suggests `TrainStep`, with the budget for microbatches of one sample, the smallest that it makes."""
@@ -92,7 +87,7 @@ class _Advice:
             return
         held = replace(lean.account, gradients_held=True)
         apart = any(region.has_batch_statistics for region in lean.step.traced.regions)
-        if MICROBATCH.name not in self.options.allow or samples < 2 or apart or not self.fits(held.resident_bytes):
+        if MICROBATCH.name not in self.options.allow or samples < 2 or apart or held.resident_bytes > self.budget_bytes:
             return
         typed = "memopt.TrainStep(model, optimizer)"
         if not tries.allow(f"microbatches by {typed}", CAPTURE, lean):
@@ -107,8 +102,7 @@ class _Advice:
         yield Way(typed, nbytes, changes, sentence=sentence)
 
     def in_growing_segments(self, lean: Priced) -> Iterator[Way]:
-        """Suggests expandable segments, with which torch's allocator on a card leaves fewer holes between blocks, where
-        `allow` lacks them."""
+        """Suggests expandable segments, with which torch's allocator leaves fewer holes, where `allow` lacks them."""
         name, allow = EXPANDABLE_SEGMENTS.name, self.options.allow
         if lean.account.caching and name not in allow and may_expand({name}):
             changes = "expandable segments for torch's allocator: fewer holes between blocks; the same numbers"
@@ -122,17 +116,15 @@ class _Advice:
             return
         planner = self.like(self.planner, levers=(*self.options.levers, OFFLOAD_PARAMETERS))
         own = planner.price_settings
-        open_to = {"link": own.link, "activations": own.activations, "frozen": own.frozen}
-        hosting = lean.opened(**open_to).hosting_all()
+        opened = lean.step.priced_for(link=own.link, activations=own.activations, frozen=own.frozen)
+        hosting = Priced(opened, lean.account).hosting_all()
         if hosting is not None:
-            lying = hosting.step.problem.problem.home_bytes
-            yield Way(
-                allow_exactly({*self.options.allow, name}),
-                hosting.smallest()[0],
-                "frozen parameters are held in host memory, and copied to the device before each use; the same bits",
-                None,
-                f"with {name!r} in allow, which holds up to {size(lying)} of frozen parameters on the host,",
+            lying = size(hosting.step.problem.problem.home_bytes)
+            changes = (
+                "frozen parameters are held in host memory, and copied to the device before each use; the same bits"
             )
+            sentence = f"with {name!r} in allow, which holds up to {lying} of frozen parameters on the host,"
+            yield Way(allow_exactly({*self.options.allow, name}), hosting.smallest()[0], changes, None, sentence)
 
     def on_a_larger_card(self, lean: Priced) -> Iterator[Way]:
         """Suggests the smallest card that holds the step, where the one that it is planned for cannot."""
@@ -144,13 +136,8 @@ class _Advice:
         least = min(larger, key=lambda one: one.memory_bytes)
         has = f"{least.memory_bytes / GIB:.4g} GB"
         sentence = f"on {least.name}, which has {has}, it fits in about {round_up(nbytes / GIB)} GB"
-        yield Way(
-            f'device="{least.name}"',
-            nbytes,
-            f"another card, which has {has}; the step holds about the same bytes",
-            None,
-            sentence,
-        )
+        changes = f"another card, which has {has}; the step holds about the same bytes"
+        yield Way(f'device="{least.name}"', nbytes, changes, None, sentence)
 
     def by_fused_kernels(self, lean: Priced) -> Iterator[Way]:
         """Suggests the fused kernels of the same optimizer, which need no temporaries."""
@@ -166,9 +153,8 @@ class _Advice:
         if lean.account.optimizer_state:
             sentence = "with a stateless optimizer, torch.optim.SGD without momentum, which trains differently,"
             nbytes = self.with_optimizer(torch.optim.SGD, lean)
-            yield Way(
-                "torch.optim.SGD(…)", nbytes, "no state for each parameter; it trains differently", sentence=sentence
-            )
+            changes = "no state for each parameter; it trains differently"
+            yield Way("torch.optim.SGD(…)", nbytes, changes, sentence=sentence)
 
     def with_optimizer(self, optimizer: Any, lean: Priced) -> int:
         """The smallest budget in bytes for the step `lean` with another optimizer."""
@@ -185,14 +171,14 @@ class _Advice:
         trained = sum(one.numel() for one in parameters if one.requires_grad)
         if 2 * trained < sum(one.numel() for one in parameters) or not _linear_layers(model):
             return
-        if not self.fits(sum(one.nbytes for one in parameters)):
+        if sum(one.nbytes for one in parameters) > self.budget_bytes:
             return
         if not tries.allow(typed, ADAPTERS, lean):
             return
         twin, number = with_low_rank(model)
         planner = self.like(self.planner, twin)
         account = planner.accounts.account(self.call, self.situation)
-        if number and self.fits(account.resident_bytes):
+        if number and account.resident_bytes <= self.budget_bytes:
             nbytes = self.least(planner, self.call, replace(self.situation, hooked=frozenset()), lean)
             changes = f"adapters of rank {RANK} on {number} linear layers are trained, all else is frozen"
             sentence = f"with LoRA (adapters of rank {RANK} on {number} linear layers, all else frozen)"
@@ -222,13 +208,7 @@ def _name_of(optimizer: Any) -> str:
     return optimizer if isinstance(optimizer, str) else str(getattr(made, "__name__", "the optimizer"))
 
 
-def search_for(
-    recorded: Recorded,
-    *,
-    ahead: bool = False,
-    advise: bool = True,
-    budget_bytes: int | None = None,
-) -> PlanSearch:
+def search_for(recorded: Recorded, *, advise: bool, ahead: bool = False, budget_bytes: int | None = None) -> PlanSearch:
     """The search, yet to be run, for the plan of a recorded call under the options that it was recorded with.
 
     Args:
@@ -236,8 +216,7 @@ def search_for(
             parameters to 16 bits, for which the call is captured once more.
         advise: whether a `BudgetError` names levers on the optimizer that `allow` lacks, and with `ahead` other
             changes with which the step would fit.
-        budget_bytes: takes the place of the budget in the options.
-    """
+        budget_bytes: takes the place of the budget in the options."""
     planner = recorded.planner
     options, optimizer_choice = planner.terms.options, planner.optimizer_choice
     found: dict[str, Any] = {"narrowed": _on_narrow_parameters(recorded)} if ahead else {}
@@ -254,8 +233,7 @@ def search_for(
 
 
 def _on_narrow_parameters(recorded: Recorded) -> Callable[[Rewriting], Priced | None]:
-    """A function that prices the step under a lever set with parameters in bf16. It returns None where the model cannot
-    be captured with such parameters, or the last lever of the set finds nothing to rewrite."""
+    """A function that prices the step under a lever set with parameters in bf16; None where that is impossible."""
     planner, call, situation = recorded.planner, recorded.call, recorded.situation
 
     @cache
@@ -301,8 +279,7 @@ def with_low_rank(model: nn.Module, rank: int = RANK) -> tuple[nn.Module, int]:
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, tuple[int, int]]]:
-    """The linear layers that are no direct children of the model, each as its parent module, its name there, the layer,
-    and its numbers of input and output features."""
+    """Each linear layer that is no direct child of the model: its parent, its name there, itself, and its features."""
     return [
         (module, name, child, sizes)
         for module in model.modules()
@@ -313,8 +290,7 @@ def _linear_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module, tu
 
 
 def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """The numbers of input and output features of a linear layer (torch's, or the transposed `Conv1D` of transformers);
-    None for other modules."""
+    """The input and output features of a linear layer (torch's, or transformers' `Conv1D`); None for other modules."""
     weight = getattr(module, "weight", None)
     if type(module) is nn.Linear:
         return module.in_features, module.out_features

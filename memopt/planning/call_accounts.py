@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -12,16 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
-from memopt.account.account import Account, Trains, account_of, in_blocks
-from memopt.account.card_snapshot import card_state
-from memopt.account.card_state import CardState
+from memopt.account.account import Account, Trains, account_of
+from memopt.account.card_state import CardState, card_state
 from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of
-from memopt.capture.captured_call import CapturedCall
 from memopt.capture.inputs import Call, tensors_in
-from memopt.capture.joint import JointGraph
-from memopt.capture.trace import trained
 from memopt.compat.card import expandable_segments
 from memopt.device.devices import device_of
 from memopt.levers.expandable_segments import may_expand
@@ -31,43 +27,22 @@ from memopt.planning.terms import Buckets, ModelTerms, Situation
 
 
 class Looks(Protocol):
-    """Finds the bytes on the model's device that belong to none of its training steps; `memopt.run` implements it."""
+    """Finds the bytes on the device that belong to no training step, as `memopt.run.share.Share` does and says."""
 
     @property
-    def fixed_bytes(self) -> int | None:
-        """The bytes that the user gave as `elsewhere_gb`, 0 for a plan for another device; None where `look` finds
-        them."""
-
+    def fixed_bytes(self) -> int | None: ...
     @property
-    def found(self) -> Elsewhere:
-        """The bytes outside of the step that the latest search of the device found; no bytes where the device is not
-        searched, because `fixed_bytes` is not None."""
-
+    def found(self) -> Elsewhere: ...
     @property
-    def tolerance_bytes(self) -> int:
-        """The bytes that plans leave free for tensors that appear on the device without being noticed; 0 where the
-        device is not searched."""
-
+    def tolerance_bytes(self) -> int: ...
     @property
-    def gradients_may_stay(self) -> bool:
-        """Whether parameters may still hold gradients when a later forward begins, as far as that is known."""
-
+    def gradients_may_stay(self) -> bool: ...
     @property
-    def keeps_graph(self) -> bool:
-        """Whether a backward of the model was seen to keep its graph (`retain_graph=True`)."""
-
-    def until_backward(self, tangent_bytes: int) -> tuple[int, int]:
-        """Two numbers of bytes: those that the caller's own code, such as a loss function, allocates between a forward
-        and its backward; and those that it may need beyond that, 0 unless the first number is a guess. `tangent_bytes`
-        is the size of the gradients that the backward begins with."""
-
+    def keeps_graph(self) -> bool: ...
     @property
-    def note(self) -> str:
-        """A sentence for plans and errors on the bytes on the device that are no part of the step; empty where these
-        are next to none."""
-
-    def look(self, call: Call) -> Elsewhere:
-        """Looks for the bytes on the device that do not belong to the step of a call that begins now."""
+    def note(self) -> str: ...
+    def until_backward(self, tangent_bytes: int) -> tuple[int, int]: ...
+    def look(self, call: Call) -> Elsewhere: ...
 
 
 class CallAccounts:
@@ -82,11 +57,9 @@ class CallAccounts:
         self.unforeseen_bytes = 0
         """The bytes that plans leave free since an allocation failed in a planned step."""
         self._card_state: CardState | None = None
-        """What torch's allocator held when the current planning began; None outside of planning, and where
-        `_card_state_now` returns None."""
+        """What torch's allocator held when the current planning began, where `_card_state_now` tells; else None."""
         self._counted: dict[tuple[str, tuple[int, ...]], OptimizerAccount] | None = None
-        """The optimizer's memory by device type and the `id`s of the parameters that it steps, kept while a call is
-        being planned; None at other times."""
+        """The optimizer's memory by device type and the `id`s of its parameters; None outside of planning."""
 
     def note_reached(self, parameters: Collection[int]) -> None:
         """Count optimizer state for the parameters with these `id`s too from now on, since they have gradients."""
@@ -101,20 +74,15 @@ class CallAccounts:
         parameters that get gradients in the call; None counts gradients and optimizer state of all parameters."""
         found = (self._found or self.beside.look(call)) if situation.elsewhere is None else None
         trains, steps = self._trained(reached, situation)
+        terms, live = self.terms, self.live_optimizer
+        optimizer = None if terms.sharding else terms.options.optimizer
         account = account_of(
-            self.terms.model,
-            tensors_in(call),
-            None if self.terms.sharding else self.terms.options.optimizer,
-            self.terms.card,
-            trains,
-            steps,
-            self.live_optimizer,
-            self._optimizer_account,
+            terms.model, tensors_in(call), optimizer, terms.card, trains, steps, live, self._optimizer_account
         )
         held, others = situation.gradients_held, situation.other_forwards
         meanwhile = (situation.meanwhile or 0) + (situation.for_other_models or 0)
-        if self.terms.sharding is not None:
-            account = self.terms.sharding.account(account, self.terms.options.optimizer, self.terms.card, steps)
+        if terms.sharding is not None:
+            account = terms.sharding.account(account, terms.options.optimizer, terms.card, steps)
         account = self.optimizer_choice.adjusted(
             replace(account, gradients_held=held, other_forwards=others, meanwhile=meanwhile)
         )
@@ -136,34 +104,9 @@ class CallAccounts:
             tolerance=self.beside.tolerance_bytes,
         )
 
-    def of_captured(
-        self,
-        captured: CapturedCall,
-        call: Call,
-        situation: Situation,
-        joints: Sequence[JointGraph],
-        lowering_bytes: int = 0,
-    ) -> Account:
-        """The account of a captured call, given the joint graphs of its regions: with all inputs of these graphs, and
-        the clones of outputs that `DistributedDataParallel` makes. `lowering_bytes`: what compiled code holds beyond
-        the peak of its schedule."""
-        reached = trained(joints, captured)
-        self.note_reached(reached)
-        account = self.account(call, situation, reached=reached)
-        account = replace(
-            account,
-            inputs=max(account.inputs, in_blocks(captured.input_bytes, self.terms.card)),
-            lowering=lowering_bytes,
-        )
-        if situation.buckets is not None and situation.buckets.clone_outputs:
-            account = replace(account, output_clones=captured.output_bytes)
-        return account
-
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
-        """A context in which a call is planned: all accounts made in the block use one search of the device for other
-        tensors, made at its entry, and one trial of the optimizer's step. What planning itself allocates does not
-        count."""
+        """A context in which all accounts of a call use one search of the device and one trial of the optimizer."""
         before, self._card_state = self._card_state, self._card_state_now(call)
         found, self._found = self._found, self.beside.look(call) if situation.elsewhere is None else None
         try:
@@ -174,8 +117,7 @@ class CallAccounts:
 
     @contextmanager
     def one_trial(self) -> Iterator[None]:
-        """A context in which the bytes that an optimizer takes are determined once and then reused. The optimizer must
-        not step within the block."""
+        """A context in which an optimizer, which must not step in it, is tried once for the bytes that it takes."""
         before = self._counted
         self._counted = {} if before is None else before
         try:
@@ -189,17 +131,14 @@ class CallAccounts:
         """The result of `optimizer_account`, computed once in a block of `one_trial`. Warns once if it is a guess."""
         stepped = list(parameters)
         key = (device_type, tuple(map(id, stepped)))
-        found = self._counted.get(key) if self._counted is not None else None
-        if found is None:
-            found = optimizer_account(optimizer, stepped, device_type, idle)
-            _say_once(found.guess)
-        if self._counted is not None:
-            self._counted[key] = found
-        return found
+        counted = {} if self._counted is None else self._counted
+        if key not in counted:
+            counted[key] = optimizer_account(optimizer, stepped, device_type, idle)
+            _say_once(counted[key].guess)
+        return counted[key]
 
     def _card_state_now(self, call: Call) -> CardState | None:
-        """What torch's caching allocator holds now; None for a device without one, and where the user gives
-        `elsewhere_gb`."""
+        """What torch's caching allocator holds now; None for a device without one, and with `elsewhere_gb`."""
         device = self.terms.device()
         if self.beside.fixed_bytes is not None or not device_of(device).caching:
             return None
@@ -227,8 +166,7 @@ class CallAccounts:
 
     @property
     def stepped_elsewhere(self) -> frozenset[int]:
-        """The `id`s of parameters that have state in the given optimizer although no captured call gives them a
-        gradient: they get gradients from code outside of the forward."""
+        """The `id`s of parameters with state in the given optimizer that no captured call gives a gradient."""
         optimizer = self.terms.options.optimizer
         state = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else ()
         return frozenset([id(parameter) for parameter in state if isinstance(parameter, torch.Tensor)]) - self.reached

@@ -15,6 +15,7 @@ from torch.distributed import is_available, is_initialized
 
 from memopt.account.account import Account
 from memopt.account.elsewhere import in_steps
+from memopt.account.sharded import Sharding
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import DataSizes, Observed, is_real, match, new_symbols, observe
 from memopt.capture.dry_run import cannot_capture
@@ -33,7 +34,6 @@ from memopt.levers.precision import DecidePrecision, check_rules
 from memopt.levers.recompute import RECOMPUTE
 from memopt.lru import LruCache
 from memopt.planning.call_accounts import CallAccounts, Looks
-from memopt.planning.cluster import ShardedCall
 from memopt.planning.job_key import PlanJob
 from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
@@ -55,16 +55,14 @@ NOT_FUSED = (
 )
 
 CompiledKey: TypeAlias = tuple[tuple[RecordedRegion, ...], Account, frozenset[int]]
-"""The regions of a call, its account without the bytes elsewhere, and the `id`s of the parameters that get gradients
-from other calls."""
+"""The regions of a call, its account without the bytes elsewhere, and the `id`s of parameters of other calls."""
 
 _MOST_STEPS = 24
 """The number of traced steps that are kept: each holds the graphs of one capture under one lever set."""
 
 
 class CallPlanner:
-    """Captures on fake tensors, rewrites and differentiates the training calls of one model so that they can be
-    planned. `plain` is a function that runs the forward of the plain model."""
+    """Captures, rewrites and differentiates a model's training calls to plan them; `plain` runs its forward."""
 
     def __init__(
         self,
@@ -86,11 +84,9 @@ class CallPlanner:
         self.traces = Traces()
         """The joint graphs of single regions."""
         self._steps: LruCache[tuple[Any, ...], tuple[CapturedCall, TracedStep]] = LruCache(_MOST_STEPS)
-        """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks.
-        Other situations share them."""
+        """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks."""
         self.compiled_least: LruCache[CompiledKey, tuple[Account, BudgetError, Plan]] = LruCache(_MOST_STEPS)
-        """Refusals that name the smallest budget in which compiled code runs, each with the account that it is for and
-        the plan whose code was compiled to find it, by `CompiledKey`."""
+        """Refusals for compiled code, each with its account and the plan that was compiled, by `CompiledKey`."""
         self._data_sizes: LruCache[str, DataSizes] = LruCache(_MOST_STEPS)
         """Data-dependent sizes, by the fingerprint of their region."""
 
@@ -100,8 +96,7 @@ class CallPlanner:
 
     @property
     def price_settings(self) -> PriceSettings:
-        """The settings by which graphs are priced, with the chosen levers on the optimizer. `PriceSettings.under` adds
-        what depends on the account of a call."""
+        """The settings by which graphs are priced, but for what depends on a call's account (`PriceSettings.under`)."""
         options, card = self.terms.options, self.terms.card
         return PriceSettings(
             card,
@@ -144,7 +139,6 @@ class CallPlanner:
     def traced(self, captured: CapturedCall, call: Call, hooked: frozenset[int], levers: Rewriting) -> TracedStep:
         """The joint graphs of a captured call, rewritten by a set of levers. `hooked` has the `id`s of the parameters
         whose gradients hooks wait for: the graphs return these gradients, and do not add them to `.grad` themselves.
-
         Raises `CaptureError` where the call cannot be traced, and `NothingToRewrite` where the last lever of the set
         finds nothing to rewrite."""
         number = self.terms.lever_sets.index(levers) if levers != self.terms.rewriting else -1
@@ -168,8 +162,7 @@ class CallPlanner:
                 raise CaptureError(cannot_capture(self.terms.model, str(failure))) from failure
 
     def share_graphs(self, earlier: CallPlanner) -> None:
-        """Take over the graphs that `earlier`, a planner of the same model, has traced and priced. Its options may
-        differ from this planner's in the budget alone."""
+        """Take over what `earlier`, a planner of the same model with another budget at most, has traced."""
         self._traces, self.traces, self._steps = earlier._traces, earlier.traces, earlier._steps
         self._data_sizes, self.compiled_least = earlier._data_sizes, earlier.compiled_least
         self.differentiate_all = earlier.differentiate_all
@@ -181,8 +174,7 @@ class CallPlanner:
             step.forget_solvers()
 
     def forget_sizes(self) -> None:
-        """Forget the traced calls, so that they are traced and priced again: a batch had data-dependent sizes above
-        those that were planned for."""
+        """Forget the traced calls: a batch had data-dependent sizes above those that were planned for."""
         self._steps.clear()
 
     def _step(
@@ -217,19 +209,16 @@ class CallPlanner:
             kept=captured.kept,
         )
 
-    def _sharded(self, captured: CapturedCall) -> ShardedCall | None:
+    def _sharded(self, captured: CapturedCall) -> Sharding | None:
         """The sharding of a call's parameters over the cluster that is planned for; None for one card."""
-        if self.terms.sharding is None:
-            return None
-        if not captured.whole:
+        if self.terms.sharding is not None and not captured.whole:
             raise CaptureError(
                 f"mesh needs a forward that is one graph; this one breaks, since {captured.break_reason}; give no mesh"
             )
-        return ShardedCall.of(self.terms.sharding, captured.runs[0].parameter_ids)
+        return self.terms.sharding
 
     def _sizes(self, region: JointGraph, call: Call, rewriting: Rewriting) -> DataSizes:
-        """The data-dependent sizes of a region, observed by running the call's forward without gradients; empty for
-        fake tensors, on which nothing can be observed."""
+        """The data-dependent sizes of a region, observed in a run of the call's forward; empty for fake tensors."""
         depends = any(True for _ in new_symbols(region.module.graph))
         if not depends or not all(map(is_real, (*self.terms.model.parameters(), *tensors_in(call)))):
             return DataSizes()
@@ -240,8 +229,7 @@ class CallPlanner:
 
     def _observed(self, region: RecordedRegion, call: Call, low: torch.dtype | None) -> tuple[Observed, ...]:
         """The results of a forward's data-dependent operators. With a dtype `low` the forward runs under autocast to
-        it, since the budget of a plan in 16 bits may have no room for fp32; if that raises, in the plain model's
-        dtypes."""
+        it, since the budget of a plan in 16 bits may have no room for fp32; if that raises, in its own dtypes."""
         with suppress(Exception), autocast_to(low, region, keeps_casts=False):
             return observe(self.terms.model, call, self.plain)
         return observe(self.terms.model, call, self.plain)  # index_add, for one, cannot add bf16 to fp32
@@ -249,33 +237,25 @@ class CallPlanner:
     def capture_on_fakes(self, call: Call, narrowed: ParameterCast | None) -> CapturedCall:
         """The call captured on fake tensors, with parameters and inputs cast as `narrowed` says (None: not cast).
         Raises `CaptureError` where the model cannot be captured without values."""
-        if self.terms.sharding is not None:
-            narrowed = ParameterCast(self.terms.sharding.dtype, frozenset())
-        if is_tensor_parallel(self.terms.model):
+        model, sharding, everything = self.terms.model, self.terms.sharding, self.differentiate_all
+        if sharding is not None:
+            narrowed = ParameterCast(sharding.dtype, frozenset())
+        if is_tensor_parallel(model):
             raise CaptureError(
-                f"{type(self.terms.model).__name__} is split by parallelize_module, and can only be captured on "
+                f"{type(model).__name__} is split by parallelize_module, and can only be captured on "
                 "tensors with values; give example inputs with values, on the model's device"
             )
         with stage("capturing"):
-            return capture_on_fakes(
-                self.terms.model,
-                call,
-                self.loss_fn,
-                self.terms.device(),
-                differentiate_all=self.differentiate_all,
-                narrowed=narrowed,
-            )
+            home = self.terms.device()
+            return capture_on_fakes(model, call, self.loss_fn, home, differentiate_all=everything, narrowed=narrowed)
 
     def job(self, call: Call, situation: Situation) -> PlanJob:
         """Everything that the plan of a call depends on, from which the key of the plan on disk is made."""
         chosen = self.optimizer_choice.chosen.names if self.optimizer_choice.chosen else ()
         elsewhere = in_steps(self.accounts.account(call, situation).elsewhere, self.terms.options.budget_bytes)
-        live = (
-            self.accounts.live_optimizer.departure(self.terms.model.parameters())
-            if self.accounts.live_optimizer
-            else ""
-        )
-        further = self.terms.backend, chosen, sorted(self.optimizer_choice.allowed), elsewhere, live
+        live = self.accounts.live_optimizer
+        departure = live.departure(self.terms.model.parameters()) if live else ""
+        further = self.terms.backend, chosen, sorted(self.optimizer_choice.allowed), elsewhere, departure
         return PlanJob(self.terms.model, call, situation, self.terms.options, self.terms.card, self.loss_fn, further)
 
     @property
@@ -293,15 +273,11 @@ class CallPlanner:
     def screen(self, call: Call, situation: Situation) -> None:
         """Run a call to record the ranges of values by which the dtypes of operators are decided, once for calls of the
         same kind; does nothing where dtypes do not depend on values."""
-        terms = self.terms
+        terms, everything = self.terms, self.differentiate_all
         for screenings in self._screenings:
-            here = terms.options.hardware is None  # the budget is another device's if one was named
-            resident_bytes = self.accounts.account(call, situation).resident_bytes if here else 0
+            room = None
+            if terms.options.hardware is None:  # the budget is another device's if one was named
+                room = terms.options.budget_bytes - self.accounts.account(call, situation).resident_bytes
             screenings.look(
-                terms.model,
-                call,
-                self.loss_fn,
-                terms.lever_sets,
-                room_bytes=terms.options.budget_bytes - resident_bytes if here else None,
-                differentiate_all=self.differentiate_all,
+                terms.model, call, self.loss_fn, terms.lever_sets, room_bytes=room, differentiate_all=everything
             )

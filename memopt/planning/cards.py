@@ -32,8 +32,7 @@ class OnCard:
     added_time: float | None
     """Added time as a fraction of the step with nothing recomputed on this card; None as for `seconds`."""
     batches: float | None
-    """An estimate of the largest batch that fits, with as much recomputed as needed, as a multiple of this batch; None
-    where larger batches cannot be captured."""
+    """An estimate of the largest batch that fits, as a multiple of this one; None if none can be captured."""
 
     @property
     def fits(self) -> bool:
@@ -87,8 +86,7 @@ def _on(card: Hardware, step: PricedStep, account: Account) -> OnCard:
 
 
 Larger: TypeAlias = Callable[[int], tuple[PricedStep, Account]]
-"""Gives, for a number n, the step under all levers with a batch n times as large, and its account. Raises
-`CaptureError` where that cannot be captured."""
+"""Gives the step with a batch n times as large, and its account. Raises `CaptureError` where it cannot be captured."""
 _MORE, _MOST = 16, 128
 """The largest multiples of the batch that are traced: for a first line, from the batch itself to there; and for a
 second line, from there to about a full card. Larger ones take long to trace where losses are computed in chunks."""
@@ -103,8 +101,7 @@ class _Growth:
 
     @classmethod
     def of(cls, larger: Larger, card: Hardware) -> _Growth | None:
-        """The line through two multiples of the batch, one of which about fills the card; None where larger batches
-        cannot be captured, or need no more bytes."""
+        """The line through two multiples, one of which about fills the card; None if no larger batch needs more."""
         needs: dict[int, int] = {}
 
         def need(count: int) -> int:

@@ -17,15 +17,8 @@ from passes.graphs.graph_text import format_target
 from passes.graphs.node_facts import module_path
 
 DTYPE, CAST, FUSED, CHUNKED, REWRITTEN, REMOVED = "dtype", "cast", "fused", "chunked", "rewritten", "removed"
-SAVED, RECOMPUTED, OFFLOADED, FREED, IN_PLACE, MOVED = (
-    "saved as",
-    "recomputed",
-    "offloaded",
-    "freed early",
-    "in place",
-    "moved",
-)
-KEPT = "kept gathered"
+SAVED, RECOMPUTED, OFFLOADED, FREED = "saved as", "recomputed", "offloaded", "freed early"
+IN_PLACE, KEPT, MOVED = "in place", "kept gathered", "moved"
 KINDS = (DTYPE, CAST, FUSED, CHUNKED, REWRITTEN, REMOVED, SAVED, RECOMPUTED, OFFLOADED, FREED, IN_PLACE, KEPT, MOVED)
 """The kinds of changes, in the order in which the changes of a module are shown."""
 
@@ -65,8 +58,7 @@ class Change:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """What identifies the change: equal in two plans for the same change of the same operator, whatever its
-        bytes."""
+        """What identifies the change: equal in two plans for the same change of the same operator."""
         return self.kind, self.module, self.operator, self.code, self.number, self.detail, self.times, self.region
 
 
@@ -107,22 +99,12 @@ class GraphFacts:
     def change(self, kind: str, node: fx.Node, **fields: Any) -> Change:
         """The change `kind` of a node, with the node's names, module and source line; `fields` are further fields."""
         source, code = self.line(node)
-        return Change(
-            kind,
-            node.name,
-            module_path(node),
-            operator_name(node),
-            self._number[node.name],
-            source=source,
-            code=code,
-            region=self.region,
-            **fields,
-        )
+        named = node.name, module_path(node), operator_name(node), self._number[node.name]
+        return Change(kind, *named, source=source, code=code, region=self.region, **fields)
 
 
 def operator_name(node: fx.Node) -> str:
-    """The name of a node's operator without namespace and overload (`addmm` for `aten.addmm.default`); the name of the
-    node itself where it calls nothing, as an input."""
+    """The name of a node's operator without namespace and overload ("addmm"), or of an input itself."""
     if node.op != "call_function":
         return node.name
     name = format_target(node.target)
@@ -130,8 +112,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line outside of torch that called the node's operator, as "file:line", or the innermost of all if
-    all are torch's; "" where tracing recorded none."""
+    """The innermost line that called the node's operator, outside of torch if possible: "file:line"; or ""."""
     return _innermost(node.meta.get("stack_trace") or "")
 
 

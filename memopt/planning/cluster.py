@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memopt.account.sharded import ParameterGroup, Sharding
+from memopt.account.sharded import Sharding
 from memopt.capture.joint import JointGraph
 from memopt.capture.tensor_parallel import TensorParallel, exchange_seconds, is_exchange, meta_copy
 from memopt.compat.host import HOST
@@ -74,9 +74,7 @@ def check_cluster_options(
     allow: Collection[str],
 ) -> ClusterOptions | None:
     """The cluster to plan for; None where no mesh is given, which means one card. The keyword arguments are checked for
-    values that do not work on a cluster.
-
-    Raises `TypeError` or `ValueError` that names the value and what is expected."""
+    values that do not work on a cluster. Raises `TypeError` or `ValueError`."""
     cluster = check_cluster(mesh, interconnect)
     if cluster is None:
         if tp_plan is not None:
@@ -101,46 +99,24 @@ def check_cluster_options(
     return ClusterOptions(cluster, DTYPES[precision], tp_plan)
 
 
-@dataclass(frozen=True)
-class ShardedCall:
-    """How FSDP2 shards a model's parameters, in groups, and which inputs of a call's only graph are in each group."""
+def reductions_of(sharding: Sharding, region: JointGraph, *, accumulating: bool) -> tuple[Reduction, ...]:
+    """The reduce-scatters of the gradients that the only graph of a call makes, one for each group of parameters.
+    `accumulating`: shards of gradients exist already, and are added to.
 
-    sharding: Sharding
-    inputs: tuple[frozenset[int], ...]
-    """For each group of the sharding, the numbers of its parameters among the inputs of the graph."""
+    The account counts one buffer, as large as the largest block needs. A reduction's own bytes are those beyond it: 0
+    for a block, and for the root module's parameters the bytes by which their buffer is larger."""
+    given = {number: region.trace.region.parameter_ids.get(number) for number in region.inputs_with_gradients}
+    found = []
+    for group in sharding.groups:
+        positions = frozenset(region.forward_outputs + at for at, one in given.items() if one in group.numbers)
+        beyond = 0 if group.name else max(0, group.reduced_bytes - sharding.exchange_bytes)
+        if positions:
+            made = 0 if accumulating else group.shard_bytes
+            found.append(Reduction(f"reduce_{group.name or 'root'}", positions, beyond, made))
+    return tuple(found)
 
-    @classmethod
-    def of(cls, sharding: Sharding, parameter_ids: Mapping[int, int]) -> ShardedCall:
-        """The sharding of a region. `parameter_ids` maps the numbers of those inputs that are parameters to the
-        parameters' `id`s."""
 
-        def numbers(group: ParameterGroup) -> frozenset[int]:
-            return frozenset(number for number, given in parameter_ids.items() if given in group.numbers)
-
-        return cls(sharding, tuple(map(numbers, sharding.groups)))
-
-    def reductions(self, region: JointGraph, *, accumulating: bool) -> tuple[Reduction, ...]:
-        """The reduce-scatters of the gradients that a graph makes, one for each group of parameters. `accumulating`:
-        shards of gradients exist already, and are added to.
-
-        The account counts one buffer, of the size that the largest block needs, for the whole step. A reduction's own
-        bytes are those beyond it: 0 for a block, and for the root module's parameters the bytes by which their buffer
-        is larger."""
-        trained = region.inputs_with_gradients
-        buffer_bytes = self.sharding.exchange_bytes
-        return tuple(
-            Reduction(
-                f"reduce_{group.name or 'root'}",
-                frozenset(region.forward_outputs + number for number in numbers & trained),
-                0 if group.name else max(0, group.reduced_bytes - buffer_bytes),
-                0 if accumulating else group.shard_bytes,
-            )
-            for group, numbers in zip(self.sharding.groups, self.inputs, strict=True)
-            if numbers & trained
-        )
-
-    def exchange_prices(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, NodePrice]:
-        """The prices of the collectives of tensor parallelism (all-gather, reduce-scatter, all-reduce) among these
-        nodes: their seconds on the links between cards, and no temporaries. Other nodes are left out."""
-        ring = self.sharding.cluster.tp
-        return {node: NodePrice(exchange_seconds(node, ring), 0) for node in nodes if is_exchange(node)}
+def exchange_prices(sharding: Sharding, nodes: Iterable[fx.Node]) -> dict[fx.Node, NodePrice]:
+    """The prices of the exchanges of tensor parallelism among these nodes: seconds on the links between cards."""
+    ring = sharding.cluster.tp
+    return {node: NodePrice(exchange_seconds(node, ring), 0) for node in nodes if is_exchange(node)}

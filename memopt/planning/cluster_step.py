@@ -67,11 +67,10 @@ def cluster_step(
     joined: Joined, schedule: Schedule, step: PricedStep, account: Account, *, kept: int = 0
 ) -> ClusterStep:
     """The time of a whole step on one card of a cluster under a schedule; `account` gives the bytes that the
-    optimizer's step reads and writes. The blocks are FSDP2's groups of parameters, all but the root module's. The
-    last `kept` of them are gathered once, in the forward, and stay; all others are gathered for the forward and again
-    for the backward."""
-    assert step.traced.sharded is not None
-    sharding = step.traced.sharded.sharding
+    optimizer's step reads and writes. The blocks are FSDP2's groups of parameters, all but the root module's. The last
+    `kept` of them are gathered once and stay; all others are gathered for the forward and for the backward."""
+    sharding = step.traced.sharded
+    assert sharding is not None
     times = _group_times(joined, schedule, step, sharding)
     root, blocks = times[0], times[1:]
     freed = blocks[: len(blocks) - kept]
@@ -81,6 +80,10 @@ def cluster_step(
     moved = 2 * account.parameters + account.gradients + 2 * account.optimizer_state
     bounds += Counter({MEMORY: moved / (card.bytes_per_second * card.bandwidth_efficiency)})
     mesh = sharding.cluster.mesh
+    rows = (
+        (one.group.name, one.group.gathered_bytes, one.gather, one.reduce, one.forward.total(), one.backward.total())
+        for one in times
+    )
     return ClusterStep(
         str(mesh),
         mesh.cards,
@@ -88,19 +91,12 @@ def cluster_step(
         tuple((name, seconds) for name, seconds in bounds.most_common() if seconds),
         root.gather + sum(block.gather for block in (*blocks, *freed)),
         sum(one.reduce for one in times),
-        tuple(_row(one) for one in times),
+        tuple(rows),
     )
 
 
-def _row(times: _GroupTimes) -> tuple[str, int, float, float, float, float]:
-    group = times.group
-    computed = times.forward.total(), times.backward.total()
-    return group.name, group.gathered_bytes, times.gather, times.reduce, *computed
-
-
 def _forward(root: _GroupTimes, blocks: Sequence[_GroupTimes]) -> Seconds:
-    """Seconds of the forward: the root's parameters and the first block's are waited for, those of every other block
-    are gathered while the block before it computes."""
+    """Seconds of the forward: every block but the first is gathered while the block before it computes."""
     total: Seconds = Counter({GATHER: root.gather + (blocks[0].gather if blocks else 0.0)})
     following = [block.gather for block in blocks[1:]] + [0.0]
     for block, gather in zip(blocks, following, strict=True):
@@ -121,8 +117,7 @@ def _backward(root: _GroupTimes, blocks: Sequence[_GroupTimes], freed: Sequence[
 
 
 def _beside(compute: Seconds, *, gather: float = 0.0, reduce: float = 0.0) -> Seconds:
-    """The seconds of a block that computes while parameters are gathered and gradients reduced: those of its compute,
-    or those of the exchanges where they take longer."""
+    """The seconds of a block that computes while others exchange: those of what takes longer."""
     if gather + reduce <= compute.total():
         return Counter(compute)
     return Counter({GATHER: gather, REDUCE: reduce})
@@ -141,26 +136,24 @@ def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding:
         first = index < joined.problem.forward_ops and index not in seen
         seen.add(index)
         local = joined.owner[index][1]
-        found = block_of(paths[local])
-        of_block = (forward if first else backward).setdefault(found if found in blocks else "", Counter())
+        block = block_of(paths[local])
+        of_block = (forward if first else backward).setdefault(block if block in blocks else "", Counter())
         of_block[kinds.get(names[local], MEMORY)] += op.seconds  # type: ignore[assignment]
     in_order = ["", *(name for name in forward if name)]
     by_name = {group.name: group for group in sharding.groups}
     nothing = ParameterGroup("", frozenset(), 0, 0, 0)
-    return [
-        _times(by_name.get(name, nothing), forward.get(name, Counter()), backward.get(name, Counter()), sharding)
-        for name in in_order
-    ]
-
-
-def _times(group: ParameterGroup, forward: Seconds, backward: Seconds, sharding: Sharding) -> _GroupTimes:
     cluster = sharding.cluster
-    gather = cluster.dp_shard.gather_seconds(group.gathered_bytes) if group.gathered_bytes else 0.0
-    reduce = 0.0
-    if group.reduced_bytes:
-        share = group.reduced_bytes // cluster.mesh.dp_shard
-        reduce = cluster.dp_shard.gather_seconds(group.reduced_bytes) + cluster.dp_replicate.sum_seconds(share)
-    return _GroupTimes(group, forward, backward, gather, reduce)
+    found = []
+    for name in in_order:
+        group = by_name.get(name, nothing)
+        gather = cluster.dp_shard.gather_seconds(group.gathered_bytes) if group.gathered_bytes else 0.0
+        reduce = 0.0
+        if group.reduced_bytes:
+            share = group.reduced_bytes // cluster.mesh.dp_shard
+            reduce = cluster.dp_shard.gather_seconds(group.reduced_bytes) + cluster.dp_replicate.sum_seconds(share)
+        computed = forward.get(name, Counter()), backward.get(name, Counter())
+        found.append(_GroupTimes(group, *computed, gather, reduce))
+    return found
 
 
 def _bounds_of_nodes(step: PricedStep) -> dict[str, str]:

@@ -17,7 +17,7 @@ from memopt.planning.joined import Joined
 from memopt.planning.on_card import within
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import NEGLIGIBLE, smallest
-from memopt.planning.schedule_parts import evaluations_until_return, forward_evaluations, held_after_forward
+from memopt.planning.schedule_parts import evaluations_until_return, forward_evaluations, halves, held_after_forward
 from memopt.planning.stages import Priced, StepOfPlan
 from memopt.solver import RematProblem, Schedule, Solution, simulate
 from memopt.units import size
@@ -31,10 +31,7 @@ _CLOSE = 64
 
 
 def among_equals(
-    beside: Callable[[int], Plan],
-    others: int,
-    budget_bytes: int,
-    least_of: Callable[[Plan], Plan] | None = None,
+    beside: Callable[[int], Plan], others: int, budget_bytes: int, least_of: Callable[[Plan], Plan] | None = None
 ) -> Plan:
     """The fastest plan found of a forward that leaves room for `others` further forwards, each of which holds as much
     as this plan does between forward and backward.
@@ -46,12 +43,10 @@ def among_equals(
         least_of: returns the plan of the same step that holds least between forward and backward; it is tried where a
             plan of the smallest peak holds too much. None: such a plan is not tried.
 
-    Raises `BudgetError`, with a budget that works, where no plan leaves enough room.
-    """
+    Raises `BudgetError`, with a budget that works, where no plan leaves enough room."""
 
     def least(plan: Plan, others_bytes: int) -> tuple[Plan, int]:
-        """The plan that holds least, and the bytes of the budget in which it leaves the others room; `plan` was made
-        beside `others_bytes`."""
+        """The plan that holds least, made beside `others_bytes`, and the bytes in which the others have room."""
         assert least_of is not None
         found = least_of(plan)
         return found, found.ceiling_bytes - others_bytes + others * found.held_bytes
@@ -113,8 +108,7 @@ def extended(plan: Plan, priced: Priced, known: Sequence[int | None]) -> Plan | 
 
     Args:
         known: for each region of `priced`, the number of the region of `plan` whose schedule it takes; None for a
-            region that recomputes nothing.
-    """
+            region that recomputes nothing."""
     step, schedule = plan.solved
     before = step.problem
     if schedule.offloads or before.steps:
@@ -139,7 +133,7 @@ def _schedule(joined: Joined, before: Joined, schedule: Schedule, known: Sequenc
     """The evaluations of all forwards in order, then of all backwards from the last to the first. A region evaluates
     its operators in the order in which `schedule` evaluates those of the region of `before` that `known` gives for it;
     where `known` gives none, or one with other operators, each once in program order."""
-    parts = _parts(before, schedule)
+    parts = halves(before, schedule)
     forwards: list[int] = []
     backwards: list[list[int]] = []
     index_of = {owner: index for index, owner in enumerate(joined.owner)}
@@ -147,30 +141,18 @@ def _schedule(joined: Joined, before: Joined, schedule: Schedule, known: Sequenc
         problem = joined.prices[number].problem
         forward, backward = [*range(problem.forward_ops)], [*range(problem.forward_ops, len(problem.ops))]
         if at is not None and _same_ops(joined, number, before, at):
-            forward, backward = parts[at]
+            forward, backward = (
+                [before.owner[schedule.evaluations[position]][1] for position in half] for half in parts[at]
+            )
         forwards += [index_of[number, local] for local in forward]
         backwards.append([index_of[number, local] for local in backward])
     return Schedule((*forwards, *(index for part in reversed(backwards) for index in part)))
 
 
-def _parts(joined: Joined, schedule: Schedule) -> list[tuple[list[int], list[int]]]:
-    """For each region the ops of its own problem in the order in which they are evaluated: up to the last op of the
-    forward, and after it."""
-    forwards: list[list[int]] = [[] for _ in joined.prices]
-    backwards: list[list[int]] = [[] for _ in joined.prices]
-    begun = [priced.problem.forward_ops == 0 for priced in joined.prices]
-    for index in schedule.evaluations:
-        region, local = joined.owner[index]
-        (backwards if begun[region] else forwards)[region].append(local)
-        begun[region] |= local == joined.prices[region].problem.forward_ops - 1
-    return list(zip(forwards, backwards, strict=True))
-
-
 def _same_ops(joined: Joined, number: int, before: Joined, at: int) -> bool:
     """Whether two regions have the same operators, whatever their sizes."""
     one, other = joined.prices[number].problem, before.prices[at].problem
-    same = one.forward_ops == other.forward_ops and len(one.ops) == len(other.ops)
-    return same and all(ours.name == theirs.name for ours, theirs in zip(one.ops, other.ops, strict=True))
+    return one.forward_ops == other.forward_ops and [op.name for op in one.ops] == [op.name for op in other.ops]
 
 
 _SLACK = 0, 16, 8, 4, 2
@@ -183,8 +165,7 @@ class StepBytes:
     """The bytes that a forward and its backward hold, counted apart from those that stay from step to step."""
 
     lasting: int
-    """The bytes that last: parameters, gradients, optimizer state, and all else of the account but other forwards and
-    what lies elsewhere."""
+    """The bytes that last: all of the account but other forwards and what lies elsewhere."""
     least_held: int
     """Held between forward and backward, by the plan that holds least."""
     least_peak: int
@@ -196,8 +177,7 @@ class StepBytes:
 
     @classmethod
     def of(cls, plan: Plan) -> StepBytes:
-        """The bytes of a planned step, without those that the caller's code allocates between forward and backward. The
-        plan must have its graphs."""
+        """The bytes of a planned step, which must have its graphs, without those that the caller's code allocates."""
         account = replace(plan.account, meanwhile=0)
         step = plan.solved[0].under(account)
         problem = step.problem.problem
@@ -223,9 +203,8 @@ class StepBytes:
 
 
 def lasting_bytes(account: Account, *, beside: bool = False) -> int:
-    """The bytes of a step that stay from step to step: parameters, gradients, optimizer state and the like. With
-    `beside`, what the account counts beside the step is included: other forwards, and what lies elsewhere on the
-    device."""
+    """The bytes of a step that stay from step to step: parameters, gradients, optimizer state and the like; with
+    `beside` also other forwards, and what lies elsewhere."""
     gradients = 0 if account.gradients_held else account.gradients
     others = 0 if beside else account.other_forwards + account.elsewhere
     return account.resident_bytes + gradients - others
@@ -267,8 +246,7 @@ def returned_bytes(plan: Plan) -> int:
 
 def with_kept_outputs(priced: Priced, returned: int = 0) -> int:
     """The smallest budget in bytes of a step where the caller still holds the outputs of the previous step during the
-    forward. `returned` is the bytes of these outputs; with 0, the outputs of the step's problem count, which is right
-    for a call of one region."""
+    forward. They have `returned` bytes; 0: as the outputs of the step's problem, of one region."""
 
     def of(way: Priced) -> int:
         joined = way.step.problem
@@ -290,10 +268,8 @@ def nothing_recomputed(priced: Priced, returned: int = 0) -> int:
 
 
 def tangent_bytes(plan: Plan) -> int:
-    """The bytes of the gradients that the backward begins with, where the loss is computed outside of the model, else
-    0; also 0 for a plan without its graphs."""
-    captured = None if plan.source is None else plan.captured
-    return 0 if captured is None else captured.tangent_bytes
+    """The bytes of the gradients that the backward begins with, for a loss outside of the model; else 0."""
+    return 0 if plan.captured is None else plan.captured.tangent_bytes
 
 
 def least_plan(plan: Plan, most_bytes: float = math.inf) -> Plan:
@@ -333,8 +309,7 @@ def leaving_free(plan: Callable[[int, int], Plan], spared_bytes: int, staying_by
     `spared_bytes`.
 
     `plan(nbytes, staying)` makes a plan that leaves these two numbers of bytes free, or raises `BudgetError`. The last
-    attempt is `plan(0, 0)`, whose error is passed on. In the returned plan, the bytes left free are not counted as
-    used."""
+    attempt is `plan(0, 0)`, whose error is passed on. The bytes left free do not count as used."""
 
     def alone(nbytes: int, staying: int) -> Plan:
         found = plan(nbytes, staying)
@@ -359,14 +334,12 @@ def retained_peak(plan: Plan, schedule: Schedule) -> int:
     counts a second time beside its copy that is fetched back."""
     assert plan.joined is not None
     problem = plan.joined.problem
-    boundary = schedule.evaluations.index(problem.forward_ops - 1) + 1
+    boundary = forward_evaluations(problem, schedule)
     saved = {storage for storage, made in live_versions(problem, schedule, boundary) if made < boundary}
-    storages = tuple(
-        replace(storage, kept=storage.kept or number in saved) for number, storage in enumerate(problem.storages)
-    )
+    storages = [replace(one, kept=one.kept or number in saved) for number, one in enumerate(problem.storages)]
     late = [offload for offload in schedule.offloads if offload.storage in saved]
     early = replace(schedule, offloads=tuple(offload for offload in schedule.offloads if offload.storage not in saved))
-    peak = breakdown(replace(problem, storages=storages), early, plan.account).peak_bytes
+    peak = breakdown(replace(problem, storages=tuple(storages)), early, plan.account).peak_bytes
     return peak + sum(problem.storages[offload.storage].bytes for offload in late)
 
 
@@ -378,7 +351,6 @@ def _under(plan: Plan, account: Account) -> Plan:
 
 
 def _in_place_of(plan: Plan, found: Plan) -> Plan:
-    """`found`, a plan of the same step as `plan` for a smaller budget, with the budget, the levers, the receipt and the
-    notes of `plan`."""
+    """`found`, a plan of the same step for a smaller budget, with the budget, levers, receipt and notes of `plan`."""
     told = {name: getattr(plan, name) for name in ("budget_bytes", "levers", "proposals", "receipt", "notes")}
     return replace(_under(found, replace(found.account, meanwhile=plan.account.meanwhile)), **told)

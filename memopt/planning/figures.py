@@ -47,8 +47,7 @@ def plain_beside(step: PricedStep, schedule: Schedule, account: Account) -> Brea
 
 
 def plain_row(lever: str, joined: Joined, account: Account) -> ReceiptRow:
-    """The receipt's row of `lever`: the peak and the seconds, with nothing recomputed, of `joined`, the step as that
-    lever has rewritten it."""
+    """The receipt's row of `lever`: the peak and the seconds of the step as it has rewritten it."""
     return ReceiptRow(lever, plain_step(joined, account).peak_bytes, joined.problem.seconds)
 
 
@@ -64,9 +63,20 @@ def beside_plain(plan: Plan, count: Callable[[], ReceiptRow | None], *, low: boo
     return replace(plan, receipt=(first, replace(captured, lever=PRECISION.name if low else CAPTURE), *rows))
 
 
-def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
-    """The receipt's rows of the levers that a plan's schedule uses, in this order: reinplace, expandable_segments,
-    recompute, offload_activations, offload_parameters."""
+_OF_SCHEDULES = tuple(
+    lever.name for lever in (REINPLACE, EXPANDABLE_SEGMENTS, RECOMPUTE, OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS)
+)
+"""The levers that a plan's schedule uses, in the order of their rows in the receipt."""
+
+
+def schedule_levers(plan: Plan) -> tuple[str, ...]:
+    """The names of the levers that a plan's schedule uses, without recomputation."""
+    used = writes_over(plan), plan.account.expands, False, plan.moved_bytes, plan.hosted_bytes
+    return tuple(name for name, is_used in zip(_OF_SCHEDULES, used, strict=True) if is_used)
+
+
+def _schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
+    """The receipt's rows of the levers that a plan's schedule uses."""
     step, schedule = plan.solved
     rows = []
     if writes_over(plan):
@@ -88,28 +98,16 @@ def schedule_rows(plan: Plan) -> tuple[ReceiptRow, ...]:
 
 
 def with_rows_of(other: Plan, plan: Plan) -> Plan:
-    """`plan` with the levers and the receipt of `other`, a plan of the same step for another budget. The levers that
-    follow from a budget (offloads, expandable segments), and the receipt's rows of levers that a schedule uses, stay
-    those of `plan`."""
-    found = {
-        EXPANDABLE_SEGMENTS.name: plan.account.expands,
-        OFFLOAD_ACTIVATIONS.name: plan.moved_bytes > 0,
-        OFFLOAD_PARAMETERS.name: plan.hosted_bytes > 0,
-    }
-    scheduled = (REINPLACE.name, RECOMPUTE.name, *found)
-    before = tuple(row for row in other.receipt if row.lever not in scheduled)
-    levers = (
-        *(name for name in other.levers if name not in found),
-        *(name for name, is_used in found.items() if is_used),
-    )
+    """`plan` with the levers and the receipt of `other`, for another budget, but for what schedules decide."""
+    before = tuple(row for row in other.receipt if row.lever not in _OF_SCHEDULES)
+    levers = (*(name for name in other.levers if name not in _OF_SCHEDULES), *schedule_levers(plan))
     rows = rows_to(plan, before) if before else ()
     return replace(plan, levers=levers, proposals=other.proposals, receipt=rows)
 
 
 def rows_to(plan: Plan, before: Sequence[ReceiptRow]) -> tuple[ReceiptRow, ...]:
-    """The rows of a plan's receipt: `before`, those of the levers that rewrite graphs, then those that follow from the
-    schedule. The last row shows the plan's own peak."""
-    *rows, last = (*before, *schedule_rows(plan))
+    """The rows of a plan's receipt: `before`, then those that follow from the schedule, up to the plan's peak."""
+    *rows, last = (*before, *_schedule_rows(plan))
     return (*rows, replace(last, peak_bytes=plan.predicted_peak_bytes))
 
 
@@ -128,8 +126,7 @@ def plan_by(
     effort: Effort,
     source: PlanSource,
 ) -> Plan:
-    """The plan of a step, with all its figures, from `solution`, which solves the problem `joined`. `regions` has its
-    schedule, split by region."""
+    """The plan of a step, with all its figures, from `solution`, which solves `joined`; `regions` has its schedule."""
     traced = step.traced
     gradients = sum(len(region.inputs_with_gradients) for region in traced.regions)
     return Plan(
@@ -160,8 +157,7 @@ def plan_by(
 
 
 def recounted(plan: Plan, account: Account, **changes: Any) -> Plan:
-    """A plan with `account` in the place of its own, and the peaks that follow from it; `changes` are further fields to
-    set. The plan must have its graphs."""
+    """A plan, which must have its graphs, with another account and the peaks that follow from it."""
     step, schedule = plan.solved
     return replace(
         plan,
@@ -193,12 +189,11 @@ _NEAREST = 1e-3
 
 
 def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier[Plan]:
-    """The frontier of a plan's step, solved for `points` budgets and for the peaks of the recipes, such as a
-    checkpoint at every block.
+    """The frontier of a plan's step, solved for `points` budgets and for the peaks of the recipes, such as a checkpoint
+    at every block.
 
     The seconds of effort "best" are shared evenly among all budgets. On a card, every point counts the allocator's
-    rounding and fragmentation as they are at the smallest budget.
-    """
+    rounding and fragmentation as they are at the smallest budget."""
     problem = joined.problem
     with stage("loading the solver"):
         warm_up()
@@ -225,8 +220,7 @@ def sweep(plan: Plan, joined: Joined, points: int, effort: Effort) -> Frontier[P
 
 
 def budgets_between(smallest_bytes: int, plain_bytes: int, points: int) -> list[int]:
-    """`points` budgets in bytes from the smallest to the plain peak, ascending: half of them evenly spaced, half in a
-    geometric series towards the smallest, where the curve bends. Equal budgets are listed once."""
+    """`points` budgets from the smallest to the plain peak: half evenly, half geometrically towards the smallest."""
     dense = (points - 1) // 2
     even = points - dense
     shares = [number / (even - 1) for number in range(even)]

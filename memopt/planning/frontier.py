@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 def shown(name: str) -> Any:
-    """The module of `memopt.show` with this name, imported on first use. Plans, frontiers and diffs print and draw
-    themselves by its functions."""
+    """The module of `memopt.show` with this name, imported on first use; plans print themselves by it."""
     return import_module(f"memopt.show.{name}")
 
 
@@ -36,9 +35,7 @@ def save(path: str | Path, value: DataclassInstance) -> None:
 
 
 def load(path: str | Path, kind: type[ValueT], called: str, mend: str) -> ValueT:
-    """The value of type `kind` that `save` wrote. In messages, `called` says what the file should hold, and `mend` what
-    to do instead.
-
+    """The value of type `kind` that `save` wrote. In messages, `called` says what it is, and `mend` what to do instead.
     Raises `PlanFileError` with path, reason and mend for any other file, and `OSError` where it cannot be read."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -59,14 +56,12 @@ MadeT = TypeVar("MadeT", covariant=True)
 class _FrontierSource(Protocol[MadeT]):
     """A plan of the frontier's step with its graphs, from which further plans are made."""
 
-    def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> MadeT:
-        """The plan for a budget. Raises `BudgetError` where none fits."""
+    def at(self, budget_gb: float, *, effort: EffortName | None, limit_seconds: float | None) -> MadeT: ...
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """The best plan found within one budget. GB are of 1024³ bytes; times are fractions of
-    `Frontier.step_seconds`."""
+    """The best plan found within one budget. GB are of 1024³ bytes; times are fractions of `Frontier.step_seconds`."""
 
     budget_gb: float
     peak_gb: float
@@ -95,8 +90,7 @@ class Frontier(Generic[PlanT]):
     """Peak against added time, from the smallest budget that works to the peak with nothing recomputed.
 
     A peak counts everything that the step holds, as in a plan. A point with a larger budget never adds more time, and
-    never has a smaller peak. Data-dependent sizes count at the largest that plans allow for.
-    """
+    never has a smaller peak. Data-dependent sizes count at the largest that plans allow for."""
 
     model: str
     hardware: str
@@ -145,11 +139,8 @@ class Frontier(Generic[PlanT]):
         return self.table()
 
     def picture(self, path: str | Path) -> None:
-        """Draw the curve, the bound and the recipes into a file: .svg, .png or .pdf, by its name.
-
-        Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
-        of file.
-        """
+        """Draw the curve and the recipes into a file: .svg, .png or .pdf, by its name. Raises `ModuleNotFoundError`
+        without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind of file."""
         shown("frontier").draw(self, Path(path))
 
     def _repr_svg_(self) -> str | None:
@@ -157,8 +148,7 @@ class Frontier(Generic[PlanT]):
         return shown("frontier").as_svg(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the curve as JSON; an older file of that name is replaced atomically. Raises `OSError` where the file
-        cannot be written."""
+        """Write the curve as JSON, atomically. Raises `OSError` where the file cannot be written."""
         save(path, self)
 
     @classmethod

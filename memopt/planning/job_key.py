@@ -8,7 +8,6 @@ import inspect
 import platform
 import re
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,16 +50,14 @@ class PlanJob:
     def key(self, graph_module: fx.GraphModule) -> str | None:
         """The key, a hash, of the call with the graph that Dynamo captured of it.
 
-        None where another process could not recognise the call, as with an optimizer made by a function, or with
-        changing sizes."""
+        None where another process could not recognise the call: an optimizer made by a function, changing sizes."""
         values = [node.meta.get("example_value") for node in graph_module.graph.nodes if node.op == "placeholder"]
         if any(isinstance(value, torch.SymInt) for value in values):
             return None
         return self._hash(graph_text(graph_module), list(map(_value, values)))
 
     def key_of_ranks(self, graph_module: fx.GraphModule) -> str | None:
-        """A key like `key` that is equal on all ranks with equal shapes: the times measured on this machine are not in
-        it. None where `key` is None."""
+        """A key like `key` that is equal on all ranks with equal shapes, whatever times were measured here."""
         card = hardware_of(next(self.model.parameters()).device) if self.options.calibrate else self.card
         return replace(self, card=card).key(graph_module)
 
@@ -77,8 +74,7 @@ class PlanJob:
         )
 
     def _hash(self, *parts: object) -> str | None:
-        """The hash of everything but the call's graph, and of `parts`; None where something has no text that is equal
-        in all processes."""
+        """The hash of everything but the call's graph, and of `parts`; None if a text is not equal in all processes."""
         options, state, card = self.options, self.state, self.card
         segments = expandable_segments(), may_turn_on_expandable_segments()
         optimizer = _optimizer(options.optimizer)
@@ -88,14 +84,7 @@ class PlanJob:
             [(name, type(module).__qualname__, module.training) for name, module in self.model.named_modules()],
             [(name, _value(value), id(value) in state.hooked) for name, value in self.model.named_parameters()],
             account_of(self.model, tensors_in(self.call), None, card),
-            (
-                state.gradients_held,
-                state.other_forwards,
-                state.to_come,
-                state.buckets,
-                state.meanwhile,
-                state.for_other_models,
-            ),
+            replace(state, elsewhere=None, hooked=frozenset()),
             optimizer,
             options.planned_by,
             [_own(extension) for extension in (*options.passes, *options.solvers, *_parts_of_own(options.levers))],
@@ -110,15 +99,14 @@ class PlanJob:
 
 def sources_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[str]:
     """Hashes of the files that define the classes of a model and its loss function, sorted."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    kinds: set[Any] = {kind for module in model.modules() for kind in type(module).__mro__}
     kinds |= {type(loss_fn)} if isinstance(loss_fn, nn.Module) else set()
-    function = loss_fn if inspect.isfunction(loss_fn) else None
-    return sorted({_file_digest(source) for kind in (*kinds, function) if (source := _source_file(kind))})
+    kinds |= {loss_fn} if inspect.isfunction(loss_fn) else set()
+    return sorted({_file_digest(source) for kind in kinds if (source := _source_file(kind))})
 
 
 def graph_text(graph_module: fx.GraphModule) -> str:
-    """Operators, arguments, shapes, dtypes and strides of a graph and its inner graphs, without comments, which contain
-    source positions."""
+    """Operators, arguments, shapes, dtypes and strides of a graph and its inner graphs, without comments on sources."""
     text = graph_module.print_readable(print_output=False, include_stride=True, include_device=True)
     return re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE)
 
@@ -156,8 +144,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _attribute_texts(value: Any) -> dict[str, Any]:
-    """The texts of a value's own attributes, since a configuration may not print all of them; hashes are left out, as
-    hashes of strings differ between processes."""
+    """The texts of a value's own attributes, which it may not print; without hashes, which differ between processes."""
     return {name: _text(inner) for name, inner in getattr(value, "__dict__", {}).items() if "hash" not in name}
 
 
@@ -169,18 +156,10 @@ def _text(value: Any) -> Any:
 
 def _source_file(kind: Any) -> Path | None:
     """The source file of a class or function; None for torch's own, and where there is no file."""
-    if kind is None or kind.__module__.startswith("torch."):
+    try:
+        return None if kind.__module__.startswith("torch.") else Path(inspect.getfile(kind))
+    except (OSError, TypeError):  # built in, or defined in an interactive session
         return None
-    if kind not in _source_files:
-        try:
-            _source_files[kind] = Path(inspect.getfile(kind))
-        except (OSError, TypeError):
-            _source_files[kind] = None  # built in, or defined in an interactive session
-    return _source_files[kind]
-
-
-# Weak, since a class may be made for one model (as for a parametrised layer), and a function may hold a model.
-_source_files: weakref.WeakKeyDictionary[Any, Path | None] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -190,8 +169,7 @@ def _file_digest(file: Path) -> str:
 
 
 def _value(value: Any) -> Any:
-    """What a key has of a value: for a tensor its shape, strides, dtype, device type and kind, and how it is spread
-    over ranks; for a device mesh a constant; any other value itself."""
+    """What a key has of a value: of a tensor its layout and kind, "a mesh" for a device mesh, else the value itself."""
     if not isinstance(value, torch.Tensor):
         return "a mesh" if is_opaque(value) else value
     kind = (tuple(value.shape), value.stride(), value.dtype, value.device.type)
@@ -226,8 +204,7 @@ def _own(extension: object) -> tuple[str, str, str, str]:
 
 
 def _source(kind: type) -> str:
-    """The source of a class; "" for torch's own. If no source is found, a text with an address, for which `_hash` is
-    None."""
+    """The source of a class; "" for torch's own; a text with an address, which has no hash, if none is found."""
     try:
         return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
     except (OSError, TypeError):

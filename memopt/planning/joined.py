@@ -29,8 +29,7 @@ from memopt.solver import (
 from memopt.solver.problem import BlockCall
 
 _MOST_WAYS = 2
-"""The number of schedules whose allocator calls are cached: the one that is replayed for one budget after the other,
-and the one with the smallest peak, with which it is compared."""
+"""The schedules whose allocator calls are cached: that of the current budget, and that with the smallest peak."""
 
 
 @dataclass(eq=False)
@@ -67,13 +66,11 @@ class Joined:
     )
     """The allocator calls of the schedules that were replayed last, as `step_ways` returns them."""
     solved: dict[tuple[int, str, float], Solution | None] = field(default_factory=dict, init=False, repr=False)
-    """The solutions of `portfolio`, by the bytes that the graph may hold, the effort and its limit in seconds; None
-    where no schedule fits."""
+    """The solutions of `portfolio`, by bytes, effort and its limit in seconds; None where no schedule fits."""
 
     @property
     def steps(self) -> Mapping[int, PricedParameterStep]:
-        """The optimizer's steps of single parameters within the backward, by the index of their op in the problem.
-        Empty for a call of several regions."""
+        """The optimizer's steps within the backward of the only region, by the index of their op in the problem."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
@@ -103,8 +100,7 @@ class Joined:
         return "smallest" in vars(self)
 
     def forget_solvers(self) -> None:
-        """Free the solvers, the solutions that they found for budgets, and the allocator calls of schedules (`ways`);
-        all are made again when they are needed. `smallest` stays."""
+        """Free the solvers, their solutions for budgets and `ways`, to be made again when needed. `smallest` stays."""
         for made in ("portfolio", "offloads"):
             vars(self).pop(made, None)
         self.solved.clear()
@@ -148,8 +144,7 @@ def join(prices: Sequence[PricedGraph], passed: Sequence[Passed] = ()) -> Joined
 
 
 def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
-    """A copy of `problem` for a step during which other code holds `nbytes` bytes between the forward and the backward.
-    They count as workspace of the forward's last op."""
+    """A copy of `problem` whose forward's last op has other code's `nbytes` until the backward as its workspace."""
     if not nbytes or not problem.forward_ops:
         return problem
     last = problem.forward_ops - 1
@@ -161,8 +156,7 @@ def with_meanwhile(problem: RematProblem, nbytes: int) -> RematProblem:
 def _reads_of_others(
     prices: Sequence[PricedGraph], passed: Sequence[Passed]
 ) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """Op → the outputs of regions that must live until it runs. An op is given as in `Joined.owner`, an output as the
-    number of its region and of its storage in that region's problem."""
+    """Op, as in `Joined.owner` → the outputs, as region and storage in it, that must live until it runs."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for region, (priced, mine) in enumerate(zip(prices, passed, strict=False)):
         for position, storage in priced.outputs.items():
@@ -191,8 +185,7 @@ def solve_stepping(
     The problem is `joined`, or the same with more parameters stepped at the end of the backward (all of them after
     `ROUNDS` attempts).
 
-    Each parameter's step comes right after the operators that it waits for; the peak is at most `most_bytes`, if
-    given."""
+    Each parameter's step comes right after the operators that it waits for; the peak is at most `most_bytes`."""
     if not joined.steps:
         return joined, solve(joined)
     assert joined.leaving is not None
@@ -213,8 +206,7 @@ def solve_stepping(
 def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset[int]]:
     """The schedule with the optimizer's step of each parameter right after the last evaluation that reads the parameter
     or its gradient, as in the emitted code; and the numbers of the inputs (parameters) for which that position is not
-    valid. The steps of these must wait for the end of the backward. If there are any, the schedule is returned
-    unchanged."""
+    valid. The steps of these must wait for the end of the backward. Then the schedule is as given."""
     positions = _StepPositions.of(joined, schedule)
     late = positions.late()
     if late:
@@ -275,8 +267,7 @@ class _StepPositions:
         )
 
     def order(self, evaluations: int) -> list[int]:
-        """The positions below `evaluations`, reordered so that each step follows the last evaluation that it waits
-        for."""
+        """The positions below `evaluations`, where each step follows the last evaluation that it waits for."""
         steps_after: dict[int, list[int]] = {}
         for op in sorted(self.at):
             steps_after.setdefault(self.last[op], []).append(self.at[op])

@@ -16,8 +16,7 @@ def takes_options(kind: type, defaults: Mapping[str, object]) -> Callable[[Calla
     """Decorates a function whose keywords are those of a `TypedDict`, `kind`: it takes `**options: Unpack[kind]`.
 
     A keyword that neither the function nor `kind` has raises a `TypeError` that names the closest one. What `help` and
-    notebooks show as the signature lists the options, with their `defaults`.
-    """
+    notebooks show as the signature lists the options, with their `defaults`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = _listed(inspect.signature(function), kind, defaults)

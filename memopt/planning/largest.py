@@ -28,8 +28,7 @@ class _Bracket:
     """A search over the numbers 1 to `most`, of which those up to the wanted one fit `budget_bytes`.
 
     To try few numbers, the next one is where a straight line through two known needs meets the budget; once a number is
-    known not to fit, every other one bisects the remaining interval.
-    """
+    known not to fit, every other one bisects the remaining interval."""
 
     budget_bytes: int
     most: int
@@ -78,22 +77,17 @@ class _Bracket:
             return (self.fits + self.refused) // 2  # bisection, where lines predict badly
         if len(self.needs) < 2:
             return most
-        low, high = (self.fits, self.refused) if self.is_closed else self._nearest()
+        nearest = sorted(self.needs, key=lambda number: abs(self.needs[number] - self.budget_bytes))
+        low, high = (self.fits, self.refused) if self.is_closed else sorted(nearest[:2])
         slope = (self.needs[high] - self.needs[low]) / (high - low)
         guess = low + int((self.budget_bytes - self.needs[low]) / slope) if slope > 0 else self.fits
         if guess <= self.fits:  # the line leads to a number that fits, or nowhere: twice as far from the first number
             guess = most if not slope else self.fits + (1 if self.is_closed else farther)
         return min(guess, most)
 
-    def _nearest(self) -> tuple[int, int]:
-        """The two known numbers whose needs lie nearest to the budget, the smaller number first."""
-        one, other = sorted(self.needs, key=lambda number: abs(self.needs[number] - self.budget_bytes))[:2]
-        return min(one, other), max(one, other)
-
 
 _NEAR = 1.25
-"""A lever set whose smallest budget is at most this multiple of the budget is solved for the budget all the same:
-another schedule may fragment the memory less."""
+"""A lever set is solved for the budget up to this multiple of it: another schedule may fragment less."""
 
 
 def estimated_bytes(planner: CallPlanner, call: Call) -> int:
@@ -118,9 +112,7 @@ def estimated_bytes(planner: CallPlanner, call: Call) -> int:
 def _needed_bytes(joined: Joined, request: Request) -> int:
     """The bytes of the schedule with the smallest peak; at most the budget if any schedule is found within it.
 
-    On a GPU another schedule than that may need fewer bytes: the allocator's fragmentation differs between schedules by
-    a quarter of the step and more.
-    """
+    On a GPU another schedule may need less, as fragmentation differs by a quarter of the step and more."""
     least, budget_bytes = smallest(joined, request.account)[0], request.budget_bytes
     if not request.account.caching or not budget_bytes < least <= _NEAR * budget_bytes:
         return least

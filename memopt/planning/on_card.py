@@ -22,8 +22,8 @@ from memopt.account.allocator_replay import (
     step_ways,
 )
 from memopt.account.breakdown import breakdown
-from memopt.account.caching_allocator import SMALL_BYTES, CardFullError, rounded_bytes
-from memopt.account.card_state import CardState, Kind
+from memopt.account.caching_allocator import SMALL_BYTES, CardFullError
+from memopt.account.card_state import CardState, Kind, rounded_bytes
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of
 from memopt.errors import GIB, as_text_has_it
@@ -33,16 +33,15 @@ from memopt.solver import Schedule
 from memopt.solver.problem import BlockCall
 
 SPARE = Spare(15)
-"""The margin for what no replay of a schedule knows: the order of a kernel's own blocks, small blocks that no graph
-has, and what a compiler changes."""
+"""The margin for what no replay knows: the order of a kernel's own blocks, small blocks, what a compiler changes."""
 SPARE_COMPILED = Spare(5)
 """The margin for compiled code, whose allocations are known, if the allocator returns no segment. If it has to, the
 gaps between its blocks may differ from those of the replay, and the margin is `SPARE`."""
 UNSPLIT = 3, 1000
 """The share of the allocator's bytes, as a fraction, by which they may exceed those of the replay: some blocks are a
 little larger than requested, and which ones depends on all that was allocated before."""
-_NEXT = 1, 1024
-"""The share of a budget, as a fraction, by which the next one to try is larger."""
+_NEXT = 1024
+"""The next budget to try is larger by one part in this many."""
 _SHARE = 1 / 256
 """The precision to which the least budget is found, as a fraction of the bytes allocated."""
 
@@ -86,9 +85,7 @@ def _with_least_budget(
     allocated. Its fragmentation is raised until its peak is that budget, which was tried itself: a budget above one
     that works need not work.
 
-    Only budgets above `above` are tried, rounded up as messages show them (`as_text_has_it`); `free` has the
-    allocator's peaks without a limit.
-    """
+    Only budgets above `above` are tried, rounded up by `as_text_has_it`; `free` has the peaks without a limit."""
     low = max(above, context + SPARE.added_to(free.allocated_bytes) - 1)
     high = as_text_has_it(max(low + 1, context + SPARE.added_to(free.reserved_bytes)))
     found = None
@@ -96,9 +93,8 @@ def _with_least_budget(
     while high - low > _SHARE * free.allocated_bytes and (middle := as_text_has_it(low + (high - low + 3) // 4)) < high:
         account = fitted(middle)
         low, high, found = (middle, high, found) if account is None else (low, middle, account)
-    share, whole = _NEXT
     while found is None and (found := fitted(high)) is None:
-        high = as_text_has_it(high + high * share // whole)
+        high = as_text_has_it(high + high // _NEXT)
     peak = breakdown(joined.problem, schedule, found).peak_bytes
     return replace(found, fragmentation=found.fragmentation + high - peak)
 
@@ -204,8 +200,7 @@ def _requested_bytes(joined: Joined, schedule: Schedule, bare: Account) -> int:
 
 
 def _with_overhead(bare: Account, requested: int, peaks: AllocatorPeaks, held: int) -> Account:
-    """The account with the allocator's overhead. Rounding is the excess of its allocations over the bytes
-    `requested`, and fragmentation the excess of the bytes `held` over its allocations."""
+    """The account with the allocator's overhead: what it allocates beyond `requested`, and `held` beyond that."""
     share, whole = UNSPLIT
     allocated = max(requested, peaks.allocated_bytes)
     allocated += allocated * share // whole

@@ -1,5 +1,4 @@
-"""The levers on the optimizer that are possible for one model's training, and the effect of the chosen ones on
-plans."""
+"""The levers on the optimizer that are possible for one model's training, and how the chosen ones change plans."""
 
 from __future__ import annotations
 
@@ -108,13 +107,13 @@ class OptimizerChoice:
         return [
             lever
             for lever in self._named()
-            if not ((whole and _in_backward(lever)) or (on_host and _offloads(lever)) or (wide and _narrows(lever)))
+            if not ((whole and _in_backward(lever)) or (wide and _narrows(lever)))
+            if not (on_host and lever.optimizer is not None and lever.optimizer.offloads)
         ]
 
     @property
     def facts(self) -> TrainingFacts:
-        """The parameters that the optimizer trains, their device, and what else the bytes and seconds of levers on the
-        optimizer depend on."""
+        """The parameters that the optimizer trains, their device, and what else levers on the optimizer depend on."""
         return TrainingFacts.of(self.terms.model, self.terms.options.optimizer, self.terms.card)
 
     def adjusted(self, account: Account) -> Account:
@@ -123,8 +122,7 @@ class OptimizerChoice:
 
     @property
     def stepping(self) -> Stepping | None:
-        """The temporary bytes of stepping parameters within the backward under the chosen levers; None where they are
-        stepped after it."""
+        """The temporary bytes of stepping within the backward under the chosen levers; None if after it."""
         return None if self.chosen is None else self.chosen.stepping
 
     def account_of(self, account: Account, plan: Plan) -> Account:
@@ -132,8 +130,7 @@ class OptimizerChoice:
         return self._priced(plan.proposals).adjusted(account) if plan.proposals else account
 
     def stepping_of(self, plan: Plan) -> Stepping | None:
-        """The temporary bytes of stepping parameters within the backward under the levers of `plan`, a plan from disk;
-        the same as `stepping` if none of these levers does that."""
+        """As `stepping`, under the levers of `plan`, a plan from disk, if one of these steps within the backward."""
         inside = any(map(_in_backward, self._named(plan.proposals)))
         return self._priced(plan.proposals).stepping if inside else self.stepping
 
@@ -156,8 +153,7 @@ class OptimizerChoice:
         return None if self.narrowed is None else self.narrowed.dtype
 
     def check_parameters(self) -> None:
-        """Raise `ValueError` where plans assume parameters in another dtype than they have, or assume that they are
-        stepped in the backward and no optimizer does that."""
+        """Raise `ValueError` where parameters are not in the dtype, or not stepped as early, as plans assume."""
         narrowed = self.narrowed
         if narrowed and any(
             narrowed.dtype_of(parameter) != parameter.dtype for parameter in self.terms.model.parameters()
@@ -166,11 +162,8 @@ class OptimizerChoice:
                 "the plan assumes parameters in bf16, but they are not cast yet: memopt.wrap_optimizer(model, "
                 "optimizer) casts them; train with the optimizer that it returns"
             )
-        if self.stepping is not None:
-            self._check_stepping()
-
-    def _check_stepping(self) -> None:
-        """Raise `ValueError` where a trained parameter is not stepped in the backward, or holds a gradient."""
+        if self.stepping is None:
+            return
         trained = [parameter for parameter in self.terms.model.parameters() if parameter.requires_grad]
         after = [parameter for parameter in trained if len(stepping_hooks(parameter)) != 1]
         if after:
@@ -192,7 +185,3 @@ def _narrows(lever: Lever) -> bool:
 
 def _in_backward(lever: Lever) -> bool:
     return lever.optimizer is not None and lever.optimizer.in_backward
-
-
-def _offloads(lever: Lever) -> bool:
-    return lever.optimizer is not None and lever.optimizer.offloads

@@ -58,8 +58,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class PlanOptions(StepOptions, total=False):
-    """The options of `plan`, `frontier`, `max_batch` and `max_length`: those of a step, and the card or the cluster to
-    plan for."""
+    """The options of `plan`, `frontier`, `max_batch` and `max_length`: of a step, and of the card or cluster."""
 
     device: str | None
     mesh: Mapping[str, int] | None
@@ -99,15 +98,13 @@ def _real(name: str, value: Any, kind: str, bounds: str, *, positive: bool = Fal
 
 
 def budget_bytes(budget_gb: float | None) -> int:
-    """`budget_gb` (GB of 1024³ bytes) in bytes. Raises `TypeError` where it is no number, None included, and
-    `ValueError` where it is not positive and finite."""
+    """GB of 1024³ bytes in bytes. Raises `TypeError` for no number, `ValueError` where not positive and finite."""
     kind, bounds = "a number of gigabytes, such as 12 or 7.5", "a positive, finite number of gigabytes (of 1024³ bytes)"
     return int(_real("budget_gb", budget_gb, kind, bounds, positive=True) * GIB)
 
 
 def _bytes_or_none(name: str, gb: float | None) -> int | None:
-    """Gigabytes of 1024³ bytes as bytes; None as it is. Raises `TypeError` for what is no number, `ValueError` for a
-    number that is negative or not finite."""
+    """As `budget_bytes`, for a number that may be 0; None as it is."""
     kind = "a number of gigabytes, such as 0 or 1.5, or None"
     return None if gb is None else int(_real(name, gb, kind, "a finite number of gigabytes of 0 or more") * GIB)
 
@@ -127,8 +124,7 @@ def check_effort(effort: EffortName = "default", limit_seconds: float | None = N
 
 
 def check_points(points: int) -> int:
-    """The number of points of a frontier, checked. Raises `TypeError` if it is no int, `ValueError` if it is below
-    2."""
+    """The number of points of a frontier. Raises `TypeError` if it is no int, `ValueError` if it is below 2."""
     if isinstance(points, bool) or not isinstance(points, int):
         raise TypeError(f"points must be a number of budgets, such as 40, not {points!r}")
     if points < 2:
@@ -140,14 +136,12 @@ def check_points(points: int) -> int:
 
 
 def check_share(name: str, value: Any) -> float:
-    """`value`, the argument called `name`, as a fraction of 0 or more. Raises `TypeError` where it is no number,
-    `ValueError` where it is negative or not finite."""
+    """The argument `name` as a fraction of 0 or more. Raises `TypeError` for no number, else `ValueError`."""
     return _real(name, value, "a fraction, such as 0.3 for 30%", "a fraction of 0 or more")
 
 
 def positive_int(name: str, value: Any) -> int:
-    """`value`, the argument called `name`, as a whole number of 1 or more. Raises `TypeError` where it is no int,
-    `ValueError` where it is below 1."""
+    """The argument `name` as a whole number of 1 or more. Raises `TypeError` for no int, `ValueError` below 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     if value < 1:
@@ -209,16 +203,14 @@ def _check_repr(name: str, value: object) -> None:
 
 
 def _given(default: Any, check: Callable[[Any], Any] | None = None, name: str = "") -> dict[str, Any]:
-    """The metadata of a field: the option's default; `check`, which returns the field's value for an argument or raises
-    `TypeError` or `ValueError`; and the option's name where it differs from the field's."""
+    """The metadata of a field: the option's default, what checks an argument, and the option's name if another."""
     return {"default": default, "check": check, "name": name}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `memopt.optimize`, checked. To add an option, give it a type in `StepOptions` or
-    `PlanOptions`, and a field here with its default and its check; fields that depend on several options are made in
-    `check_options`."""
+    """The arguments of `memopt.optimize`, checked. To add an option, give it a type in `StepOptions` or `PlanOptions`,
+    and a field here with default and check; `check_options` makes fields of several options."""
 
     budget_bytes: int
     loss_fn: Callable[..., Any] | None = field(metadata=_given(None, _check_loss))
@@ -249,8 +241,7 @@ class Options:
     budget_note: str = ""
     """A sentence on where the budget comes from, if the user gave none; else empty."""
     to_train: bool = False
-    """Whether the model is trained by the plans, as after `optimize`: such plans are stored on disk and looked up
-    there. Plans of `memopt.plan` are only shown."""
+    """Whether the model is trained by the plans, which are then stored on disk, as after `optimize`, not only shown."""
     one_by_one: bool = False
     """Whether each backward belongs to one forward although several forwards wait, as in a stage of a pipeline."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from torch import fx
@@ -17,12 +18,13 @@ from memopt.planning.cluster_step import ClusterStep
 from memopt.planning.frontier import Frontier, Recipe, load, save, shown
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
 from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
-from memopt.planning.plan_views import PlanViews, joint_digraph
+from memopt.planning.plan_views import Format, joint_digraph
 from memopt.planning.schedule_parts import DecisionRow, ModuleRow, RegionSchedule
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from networkx import DiGraph
 
     from memopt.planning.cards import OnCard
@@ -31,26 +33,15 @@ if TYPE_CHECKING:
 
 
 class PlanSource(Protocol):
-    """Answers questions about a plan's step that need its graphs; plans that were made in this process have one."""
+    """Answers `Plan`'s methods of the same names from the step's graphs; plans made in this process have one."""
 
     @property
-    def priced(self) -> PricedStep:
-        """The step's graphs, with bytes and seconds for each operator."""
-
-    def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan:
-        """The plan of the same step for another budget. Raises `BudgetError` where none fits."""
-
-    def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]:
-        """The frontier of the plan's step: the least added time for each of `points` budgets."""
-
-    def recipes(self, plan: Plan) -> tuple[Recipe, ...]:
-        """The peaks and added times that well-known recipes, such as checkpointing every block, reach on this step."""
-
-    def cards(self, plan: Plan) -> tuple[OnCard, ...]:
-        """The plan's step on each known card of the same device type: its bytes and seconds; see `Plan.cards`."""
-
-    def smallest_bytes(self, plan: Plan) -> int:
-        """The smallest budget in bytes that works for the plan's step."""
+    def priced(self) -> PricedStep: ...
+    def at(self, plan: Plan, budget_bytes: int, effort: Effort) -> Plan: ...
+    def frontier(self, plan: Plan, points: int, effort: Effort) -> Frontier[Plan]: ...
+    def recipes(self, plan: Plan) -> tuple[Recipe, ...]: ...
+    def cards(self, plan: Plan) -> tuple[OnCard, ...]: ...
+    def smallest_bytes(self, plan: Plan) -> int: ...
 
 
 PLAIN_STEP, CAPTURE = "plain step", "one graph"
@@ -71,12 +62,11 @@ class ReceiptRow:
 
 
 @dataclass(frozen=True)
-class Plan(PlanViews):
+class Plan:
     """A training step as planned: which tensors it saves, recomputes and offloads, its peak, and its time.
 
     Sizes are in bytes, times in seconds. A plan made in this process also carries the captured graphs (`graphs`,
-    `diff`, `at`, `frontier`); one that was loaded from a file does not.
-    """
+    `diff`, `at`, `frontier`); one that was loaded from a file does not."""
 
     model: str
     hardware: str
@@ -168,8 +158,7 @@ class Plan(PlanViews):
 
     @property
     def predicted_peak_gb(self) -> float:
-        """The most that the step holds at once, in GB of 1024³ bytes: everything, from the parameters to the
-        optimizer's temporaries."""
+        """The most that the step holds at once, in GB of 1024³ bytes: everything, with the optimizer's step."""
         return self.planned.peak_bytes / GIB
 
     @property
@@ -215,8 +204,7 @@ class Plan(PlanViews):
                 operator, with the reasons; or the name of one pass, or the label of one pipeline of passes.
             order: show nodes that only moved, and renamed temporaries, too.
 
-        Raises `ValueError` for another name, and for a plan that was loaded from a file.
-        """
+        Raises `ValueError` for another name, and for a plan that was loaded from a file."""
         step = self._source().priced
         if isinstance(stage, Plan):
             return shown("plan_diffs").plans_diff(self, step, stage, stage._source().priced, order=order)
@@ -240,16 +228,14 @@ class Plan(PlanViews):
           (dies within its half), "alias" of another node's memory, "fused" into the nodes that read it, or "input".
 
         So "seconds" sum to `step_seconds`, "held_bytes" to `held_bytes` as planned before graphs are compiled, and
-        "recomputed" to `diff().recomputed`. Raises `ValueError` for a plan that was loaded from a file.
-        """
+        "recomputed" to `diff().recomputed`. Raises `ValueError` for a plan that was loaded from a file."""
         step, schedule = self.solved
         return joint_digraph(step.traced, step.problem, schedule)
 
     def at(self, budget_gb: float, *, effort: EffortName | None = None, limit_seconds: float | None = None) -> Plan:
         """The plan of the same captured step for another budget in GB of 1024³ bytes. `effort` and `limit_seconds` are
-        those of `memopt.optimize`, by default the ones that this plan was made with.
-
-        Raises `BudgetError` where none fits, and `ValueError` for a plan that was loaded from a file."""
+        those of `memopt.optimize`, by default the ones that this plan was made with. Raises `BudgetError` where none
+        fits, and `ValueError` for a plan that was loaded from a file."""
         chosen = self._effort(effort, limit_seconds)
         return self._source().at(self, budget_bytes(budget_gb), chosen)
 
@@ -262,9 +248,7 @@ class Plan(PlanViews):
 
     def recipes(self) -> tuple[Recipe, ...]:
         """The peaks and added times of well-known recipes, such as checkpointing every block, on the same captured
-        step, by simulation.
-
-        Raises `ValueError` for a plan that was loaded from a file."""
+        step, by simulation. Raises `ValueError` for a plan that was loaded from a file."""
         return self._source().recipes(self)
 
     def cards(self) -> tuple[OnCard, ...]:
@@ -288,6 +272,56 @@ class Plan(PlanViews):
         """The smallest budget in bytes that works for this step. Raises `ValueError` for a plan loaded from a file."""
         return self._source().smallest_bytes(self)
 
+    def report(self, path: str | Path, *, frontier: Frontier[Any] | None = None, cards: Sequence[OnCard] = ()) -> None:
+        """Write the plan as one HTML page that needs no network: the budget, memory over the step, bytes by module,
+        what the plan changes, precision, and all operators, with a search over all of it.
+
+        Args:
+            path: a file named *.html.
+            frontier: what `Plan.frontier` returned, to be drawn on the page.
+            cards: what `Plan.cards` returned, to be shown as a table.
+
+        The page of a plan that was loaded from a file shows the budget only. Raises `ValueError` for a path that does
+        not end in .html."""
+        shown("page").report(self, path, frontier, cards)
+
+    def explain(self, op: str | None = None) -> str:
+        """Explain as text where the bytes go, and which of the largest values are saved, recomputed or offloaded. With
+        `op`, explain one operator: its line of code, dtype, bytes, time, whether it is saved or recomputed, and why.
+
+        Args:
+            op: a name that the tables show, or a part of an operator's or a module's name, such as "mlp.c_fc". If
+                several match, they are listed, and the one whose forward takes longest is explained.
+
+        Raises `ValueError` if no operator matches, or if the plan was loaded from a file."""
+        return shown("op_story").explain(self, op)
+
+    def export(self, path: str | Path, format: Format | None = None) -> None:
+        """Write the step into a file of another tool's format.
+
+        Args:
+            path: the file; without `format`, the end of its name says which.
+            format: "snapshot" (.pickle) for pytorch.org/memory_viz; "trace" (.json) for ui.perfetto.dev and
+                chrome://tracing; "dot" (.dot) for Graphviz and Netron: the joint graph, each node with its
+                fate (saved, recomputed, offloaded, …).
+
+        Raises `ValueError` for another format, and for a plan that was loaded from a file."""
+        shown("exports").export(self, path, format)
+
+    def plot_timeline(self, path: str | Path | None = None) -> Figure:
+        """Draw the memory over the step, as planned and with nothing recomputed, as a matplotlib figure; with `path`
+        into a file too: .svg, .png or .pdf. Raises `ModuleNotFoundError` without matplotlib (`pip install
+        'memopt[picture]'`), `ValueError` for another kind of file, and for a plan that was loaded from a file."""
+        return shown("pictures").timeline(self, path)
+
+    def plot_treemap(self, path: str | Path | None = None, *, planned: bool = True) -> Figure:
+        """Draw the bytes of each module at the peak, `planned` or plain; writes and raises as `plot_timeline`."""
+        return shown("pictures").treemap(self, path, planned=planned)
+
+    def _repr_html_(self) -> str:
+        """The main part of the page that `report` writes, for notebooks."""
+        return shown("bands").notebook(self)
+
     def table(self) -> str:
         """Tables as text: the bytes at the peak, with nothing recomputed and as planned, by row of the account; the
         receipt of the levers; and what each module saves, recomputes and offloads."""
@@ -298,8 +332,7 @@ class Plan(PlanViews):
         return str(shown("report").brief(self))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; an older file of that name is replaced atomically. Raises `OSError` where the file
-        cannot be written."""
+        """Write the plan as JSON, atomically. Raises `OSError` where the file cannot be written."""
         save(path, self)
 
     @classmethod

@@ -3,8 +3,7 @@ graphs that are to run, and agreed on by all ranks.
 
 Files are not trusted: one that does not hold what `keep` or `note` wrote under its name is deleted, and the call is
 planned as if there were none. Plans are not trusted either: a plan's schedule is simulated, and every figure by which
-its step runs or is refused is computed again.
-"""
+its step runs or is refused is computed again."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
     Args:
         footprint: the bytes that the compiled graphs hold; None where they are not compiled.
         own: the account of the step, which includes neither the allocator's overhead nor what later forwards hold.
-        to_come: the number of further forwards that hold as much as this one until the backward.
-    """
+        to_come: the number of further forwards that hold as much as this one until the backward."""
     step, schedule = plan.solved
     joined = step.problem
     try:
@@ -56,7 +54,10 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         return False
     if place_steps(joined, schedule) != (schedule, frozenset()) or split(joined, step.traced, schedule) != plan.regions:
         return False
-    counted = _counted(plan, footprint)
+    if footprint is not None:
+        counted = as_compiled(plan, [footprint])
+    else:
+        counted = recounted(plan, plan.account, held_bytes=held_after_forward(joined.problem, schedule))
     if counted != plan:
         return False
     lowering = own.lowering if footprint is None else counted.account.lowering
@@ -68,24 +69,9 @@ def is_sound(plan: Plan, footprint: Footprint | None, own: Account, to_come: int
         account = as_compiled(replace(plan, account=bare), [footprint]).account
     if account is None:
         return False
-    found = plan.account
-    same = replace(
-        account,
-        elsewhere=found.elsewhere,
-        other_forwards=found.other_forwards,
-        rounding=found.rounding,
-        fragmentation=found.fragmentation,
-        card_state=found.card_state,
-    )
-    return found == same and breakdown(joined.problem, schedule, account).peak_bytes <= plan.budget_bytes
-
-
-def _counted(plan: Plan, footprint: Footprint | None) -> Plan:
-    """The plan with the figures that follow from its schedule, its account and its compiled graphs."""
-    if footprint is not None:
-        return as_compiled(plan, [footprint])
-    step, schedule = plan.solved
-    return recounted(plan, plan.account, held_bytes=held_after_forward(step.problem.problem, schedule))
+    may_differ = ("elsewhere", "other_forwards", "rounding", "fragmentation", "card_state")
+    same = replace(account, **{name: getattr(plan.account, name) for name in may_differ})
+    return plan.account == same and breakdown(joined.problem, schedule, account).peak_bytes <= plan.budget_bytes
 
 
 _MOST = 256
@@ -94,13 +80,11 @@ _MOST = 256
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan as it is stored on disk, without graphs. Stored with it are its schedule, the index of its lever set among
-    the planner's sets, and the bytes that its compiled code holds."""
+    """A plan as it is stored on disk, with what is no part of a plan's own file."""
 
     plan: Plan
     """The plan, without graphs."""
     schedule: Schedule
-    """Its schedule, which is no part of a plan's own file."""
     lever_set: int
     """The index of its lever set among the planner's lever sets."""
     footprint: Footprint | None = None
@@ -117,14 +101,12 @@ def is_on() -> bool:
 
 
 def find(key: str | None, kind: type[KeptT]) -> KeptT | None:
-    """The value of type `kind` stored on disk under `key`; None if there is none. If the file of this key holds no such
-    value, it is deleted."""
+    """The value of type `kind` that `keep` stored under `key`, if any; a file that holds no such value is deleted."""
     return _read(key, lambda value: value_from(kind, _unpacked(value) if isinstance(value, str) else value))
 
 
 def keep(key: str | None, kept: DataclassInstance, *, packed: bool = False) -> None:
-    """Store a value on disk under `key`, compressed if `packed`; does nothing where `key` is None. Where the folder
-    cannot be written to, it warns once."""
+    """Store a value under `key` (None: do nothing), compressed if `packed`; warns once where it cannot."""
     if key is not None:
         _write(key, _packed(kept) if packed else as_json(kept))
 
@@ -135,8 +117,7 @@ def noted_key(sketch: str | None) -> str | None:
 
 
 def note(sketch: str | None, key: str | None) -> None:
-    """Store the key of a call's plan under the call's sketch, so that `noted_key` finds it before the call is captured.
-    Does nothing where either is None."""
+    """Store the key of a call's plan under its sketch, if both are known: `noted_key` finds it before capture."""
     if sketch is not None and key is not None:
         _write(sketch, key)
 
@@ -156,8 +137,7 @@ def _key_of(value: Any) -> str:
 
 
 def _read(name: str | None, made: Callable[[Any], Any]) -> Any | None:
-    """`made(value)` for the value that was written under a name; None where there is none. A file of that name that
-    holds anything else is deleted."""
+    """`made(value)` for the value written under a name, if any; a file that holds anything else is deleted."""
     if name is None:
         return None
     try:

@@ -11,23 +11,8 @@ from torch import fx
 
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import storage_bytes
-from memopt.planning.changes import (
-    CAST,
-    CHUNKED,
-    DTYPE,
-    FREED,
-    FUSED,
-    IN_PLACE,
-    MOVED,
-    OFFLOADED,
-    RECOMPUTED,
-    REMOVED,
-    REWRITTEN,
-    SAVED,
-    Change,
-    GraphFacts,
-    operator_name,
-)
+from memopt.planning import changes as kinds
+from memopt.planning.changes import Change, GraphFacts, operator_name
 from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.price.priced_graph import PricedGraph
@@ -64,12 +49,7 @@ class _Span:
     """Two graphs, before and after the passes of one decision."""
 
     def __init__(
-        self,
-        before: fx.GraphModule,
-        after: fx.GraphModule,
-        reasons: Mapping[str, str],
-        names: list[str],
-        number: int,
+        self, before: fx.GraphModule, after: fx.GraphModule, reasons: Mapping[str, str], names: list[str], number: int
     ) -> None:
         self.diff = diff_graphs(before, after)
         self.old, self.new = GraphFacts(before.graph, number), GraphFacts(after.graph, number)
@@ -99,11 +79,11 @@ class _Span:
             if reason or casts or not (follows_input(node) or "getitem" in node.name):
                 why = reason.removeprefix(f"{format_dtype(after)}: ") or self.by
                 dtypes = f"{format_dtype(before)} → {format_dtype(after)}"
-                yield self.new.change(DTYPE, node, detail=dtypes, reason=why, times=len(casts))
+                yield self.new.change(kinds.DTYPE, node, detail=dtypes, reason=why, times=len(casts))
         elif casts and node not in self.late:
             to = ", ".join(dict.fromkeys(format_dtype(dtype) for cast in casts if (dtype := _dtype(cast))))
             why = reason.removeprefix(f"{to}: ")
-            yield self.new.change(CAST, node, detail=f"to {to}", reason=why, times=len(casts))
+            yield self.new.change(kinds.CAST, node, detail=f"to {to}", reason=why, times=len(casts))
 
     def _is_saved(self, node: fx.Node) -> bool:
         """Whether a forward value stands in for a wider one that the backward read before the passes ran."""
@@ -120,7 +100,7 @@ class _Span:
         dtype = _dtype(node)
         detail = format_dtype(dtype) if dtype else ""
         reason = f"{size(narrow)}, not {size(wide)}" if narrow < wide else ""
-        return self.new.change(SAVED, value, detail=detail, reason=reason, nbytes=narrow)
+        return self.new.change(kinds.SAVED, value, detail=detail, reason=reason, nbytes=narrow)
 
     def _replaced(self, saved: list[fx.Node]) -> Iterator[Change]:
         """New operators, with the removed ones of the same module that they replace; and the other removed ones."""
@@ -135,9 +115,9 @@ class _Span:
             yield self.new.change(self._kind(), node, detail=", ".join(replaced), reason=self.by)
         for node in (node for nodes in gone.values() for node in nodes):
             if not is_cast(node):
-                yield self.old.change(REMOVED, node, reason=self.by)
+                yield self.old.change(kinds.REMOVED, node, reason=self.by)
             elif not self.late:
-                yield self.old.change(CAST, node, detail="removed", reason="not needed any more")
+                yield self.old.change(kinds.CAST, node, detail="removed", reason="not needed any more")
 
     def _removed(self) -> list[fx.Node]:
         """The removed calls that computed something which another value depended on."""
@@ -152,8 +132,8 @@ class _Span:
 
     def _kind(self) -> str:
         if any(name.startswith("Fuse") for name in self.names):
-            return FUSED
-        return CHUNKED if any("Chunk" in name for name in self.names) else REWRITTEN
+            return kinds.FUSED
+        return kinds.CHUNKED if any("Chunk" in name for name in self.names) else kinds.REWRITTEN
 
 
 def _casts(node: fx.Node) -> bool:
@@ -201,7 +181,7 @@ class _RegionChanges:
         if order:
             scheduled = scheduled_graph(self.region, self.schedule)
             for name in diff_graphs(self.region.module, scheduled).moved:
-                yield self.facts.change(MOVED, self.facts.nodes[name])
+                yield self.facts.change(kinds.MOVED, self.facts.nodes[name])
 
     def recomputed(self) -> Iterator[Change]:
         again: dict[str, list[int]] = defaultdict(list)
@@ -213,7 +193,7 @@ class _RegionChanges:
         for name, positions in again.items():
             op = self.problem.ops[self.index[name]]
             yield self.facts.change(
-                RECOMPUTED,
+                kinds.RECOMPUTED,
                 self.facts.nodes[name],
                 nbytes=sum(self.problem.storages[storage].bytes for storage in op.makes),
                 seconds=op.seconds * len(positions),
@@ -231,7 +211,7 @@ class _RegionChanges:
             while maker.name not in self.index and maker.op != "placeholder":  # an element of an operator's results
                 maker = maker.all_input_nodes[0]
             yield self.facts.change(
-                OFFLOADED,
+                kinds.OFFLOADED,
                 maker,
                 detail="" if maker.name == name else name,
                 nbytes=self.problem.storages[storage].bytes,
@@ -246,14 +226,12 @@ class _RegionChanges:
             user = next((user for user in inputs[number].users if module_path(user)), inputs[number])
             nbytes = storage_bytes(inputs[number].meta["val"])
             reason = "its gradient, since the parameter is stepped in the backward"
-            yield self.facts.change(FREED, user, detail=inputs[number].name, nbytes=nbytes, reason=reason)
+            yield self.facts.change(kinds.FREED, user, detail=inputs[number].name, nbytes=nbytes, reason=reason)
 
     def in_place(self) -> Iterator[Change]:
         for reuse in self.region.reuses:
-            yield self.facts.change(IN_PLACE, self.facts.nodes[reuse.name], detail=self._maker(reuse.operand))
-
-    def _maker(self, name: str) -> str:
-        return operator_name(self.facts.nodes[name])
+            operand = operator_name(self.facts.nodes[reuse.operand])
+            yield self.facts.change(kinds.IN_PLACE, self.facts.nodes[reuse.name], detail=operand)
 
     def _readers(self, storages: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:
         """For each position in `starts`, the operator in whose backward the storages are first read from there on,

@@ -28,8 +28,7 @@ def in_columns(text: str) -> str:
 
 @dataclass(frozen=True)
 class StageDiff:
-    """The changes that one stage made to the graphs, one `GraphDiff` per region. `str` gives them as `git diff`
-    does."""
+    """The changes that one stage made to the graphs, one `GraphDiff` per region, as text like `git diff`."""
 
     regions: tuple[GraphDiff, ...]
     recomputed: int = 0
@@ -43,8 +42,7 @@ class StageDiff:
     def summary(self) -> str:
         """The number of recomputed operators and offloaded values; for a stage that has none, what its passes did.
 
-        Views of a recomputed or offloaded value move with it and are not counted.
-        """
+        Views of a recomputed or offloaded value move with it and are not counted."""
         counts = {"recomputed": self.recomputed, "offloaded": self.offloaded}
         if any(counts.values()):
             return ", ".join(f"{count} {fate}" for fate, count in counts.items() if count)
@@ -74,17 +72,9 @@ def stage_graphs(captured: TracedStep, schedules: Sequence[RegionSchedule]) -> d
 
 def stage_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
     """The changes that a stage made to the graphs of all regions (see `Plan.diff`); with `order`, operators that only
-    changed their place count, too.
-
-    Raises `ValueError` for a stage that no region went through.
-    """
-    if stage in ("scheduled", "forward", "backward"):
-        return _schedule_diff(captured, schedules, stage, order=order)
-    return _passes_diff(captured, stage, order=order)
-
-
-def _schedule_diff(captured: TracedStep, schedules: Sequence[RegionSchedule], stage: str, *, order: bool) -> StageDiff:
-    """The nodes that scheduling added to the joint graphs: recomputed nodes and copies to and from the host."""
+    changed their place count, too. Raises `ValueError` for a stage that no region went through."""
+    if stage not in ("scheduled", "forward", "backward"):
+        return _passes_diff(captured, stage, order=order)
     diffs = []
     for region, schedule in zip(captured.regions, schedules, strict=True):
         before, after = region.module, scheduled_graph(region, schedule)
@@ -108,8 +98,7 @@ def _half(module: fx.GraphModule, half: str) -> set[fx.Node]:
 
 
 def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
-    """The changes that passes made: all of those on the operator graphs ("operators") or on the joint graphs
-    ("joint"), or one pass or labelled pipeline on either."""
+    """The changes by all passes on operator graphs ("operators") or joint graphs ("joint"), or by one pass."""
     operators = captured.operators
     joint = tuple(region.passes for region in captured.regions if region.passes)
     whole = {"operators": operators, "joint": joint}.get(stage, ())

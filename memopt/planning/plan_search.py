@@ -10,19 +10,22 @@ from dataclasses import dataclass, field, replace
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, Way, would_do
 from memopt.levers.all import allow_exactly
-from memopt.levers.expandable_segments import EXPANDABLE_SEGMENTS, NOTE
+from memopt.levers.expandable_segments import NOTE
 from memopt.levers.lever import Lever
-from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
-from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, changes_of, least_with_levers
 from memopt.levers.reinplace import REINPLACE
-from memopt.planning.figures import plain_row, rows_to, writes_over
+from memopt.planning.figures import plain_row, rows_to, schedule_levers, writes_over
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.stages import Priced, Recorded
-from memopt.planning.tries import CAPTURE, SEARCH, Tries
 
+# The search for suggestions in a refusal may take one part in `_SHARE` of the work of planning, at least `_AT_LEAST`
+# graph nodes.
+_SHARE, _AT_LEAST = 5, 1000
+# The work of one try, in traces of the step: a search for the smallest schedule alone; a capture with its trace and
+# search; and the same with adapters at each linear layer, whose graph is larger.
+SEARCH, CAPTURE, ADAPTERS = 0.4, 2.0, 4.0
 # The number of combinations of proposals that a refusal describes.
 _SHOWN = 3
 # A budget is near the smallest that works if it is too small by at most one part in this many of itself.
@@ -53,6 +56,52 @@ class Decided:
 
 
 @dataclass
+class Tries:
+    """The work that may still go into trying changes with which a refused step might fit. Its `BudgetError` names the
+    changes that help. Work is counted in graph nodes to trace, so that the error says the same on every machine.
+    `untried` lists the changes that would take more work than is left."""
+
+    left: float
+    untried: list[str] = field(default_factory=list)
+
+    @classmethod
+    def beside(cls, steps: Sequence[Priced], effort: Effort) -> Tries:
+        """The work, in graph nodes to trace, that may go into trying changes when a search that traced `steps` found no
+        plan. With effort "default" it is a fifth of the nodes of `steps`, but at least 1000; with "best" there is no
+        limit; with "fast" it is 0: only changes that need no trace of the step are tried."""
+        if effort.name == "default":
+            return cls(max(_AT_LEAST, sum(map(_nodes_of, steps)) / _SHARE))
+        return cls(math.inf if effort.name == "best" else 0.0)
+
+    def allow(self, way: str, traces: float, step: Priced) -> bool:
+        """Whether the change `way` may be tried, which takes as long as `traces` traces of `step`. If so, that work is
+        subtracted from what is left; if not, the change is added to `untried`."""
+        if not self.can(way, traces, step):
+            return False
+        self.left -= traces * _nodes_of(step)
+        return True
+
+    def can(self, way: str, traces: float, step: Priced) -> bool:
+        """As `allow`, without taking the work."""
+        possible = traces * _nodes_of(step) <= self.left
+        self.untried += [] if possible else [way]
+        return possible
+
+    @property
+    def notes(self) -> list[str]:
+        """A list of one sentence, on the changes that were not tried; empty where all were tried."""
+        if not self.untried:
+            return []
+        ways = "; ".join(self.untried)
+        return [f"what may help too, but was not tried as that takes long (effort='best' tries all of it): {ways}"]
+
+
+def _nodes_of(step: Priced) -> int:
+    """The number of nodes in all joint graphs of a step."""
+    return sum(len(region.module.graph.nodes) for region in step.step.traced.regions)
+
+
+@dataclass
 class PlanSearch:
     """The search for the fastest plan of one call: sets of levers are tried in order, each with one lever more."""
 
@@ -61,15 +110,13 @@ class PlanSearch:
     allowed: frozenset[str] = frozenset()
     """The names of proposals (levers on the optimizer) that may be chosen where no lever set fits without them."""
     combinations: Callable[[Wanted], Iterable[PricedLevers]] = lambda wanted: ()
-    """Yields combinations of proposals: first all of allowed ones alone; then, of those with others, the ones for which
-    its argument, a function, returns True."""
+    """Yields combinations of proposals: of allowed ones, then the others for which its argument is true."""
     notes: tuple[str, ...] = ()
     """Notes for the plan or the refusal."""
     allow: frozenset[str] = frozenset()
     """The names of all allowed levers, to which the `allow=` that a refusal suggests adds others."""
     narrowed: Callable[[Rewriting], Priced | None] | None = None
-    """The step under a lever set with narrower parameters, for proposals that need it; None where it cannot be
-    captured. Without the function such proposals are left out."""
+    """The step under a lever set with narrower parameters, as some proposals need; None if not captured."""
     advice: Callable[[Sequence[Priced], bool, Tries], tuple[list[str], list[Way]]] = lambda steps, near, tries: ([], [])
     """Returns notes, and further changes that would help; called where no allowed proposal does. It is given the steps
     that were tried, whether the budget is near the smallest that works, and how much more may be tried."""
@@ -77,8 +124,7 @@ class PlanSearch:
     _plans: list[tuple[Plan, Rewriting]] = field(default_factory=list, init=False)
     _refused: list[BudgetError] = field(default_factory=list, init=False)
     _unsolved: list[tuple[Priced, float]] = field(default_factory=list, init=False)
-    """Steps of which no plan can end the search, so that they are not solved yet, each with a lower bound on its
-    seconds by any plan."""
+    """Steps of which no plan can end the search, each with a lower bound on its seconds; not solved yet."""
     _above: set[int] = field(default_factory=set, init=False)
     """The `id` of each lever set whose smallest budget, with offloading too, is above `budget_bytes`."""
     _completed: dict[tuple[str, ...], tuple[str, Priced]] = field(default_factory=dict, init=False)
@@ -94,12 +140,11 @@ class PlanSearch:
 
     def fastest(self, recorded: Recorded, *, lowering_bytes: int = 0, decided: Decided | None = None) -> Plan:
         """The plan of a recorded call with the shortest step, over sets of levers and, where none of these fits, levers
-        on the optimizer. The search ends with the first plan that adds next to no time. `lowering_bytes`: what compiled
-        code holds beyond the peak of its schedule.
-
-        Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be traced.
+        on the optimizer. The search ends with the first plan that adds next to no time. Raises `BudgetError` where no
+        plan fits, and `CaptureError` where the call cannot be traced.
 
         Args:
+            lowering_bytes: what compiled code holds beyond the peak of its schedule.
             decided: the levers of a plan for other sizes of the call. If a plan with these levers fits and adds about
                 as little time, no others are tried, unless the inputs are smaller now."""
         if decided is not None and (plan := self._as_decided(recorded, decided, lowering_bytes)) is not None:
@@ -115,9 +160,8 @@ class PlanSearch:
         return self.best()[0]
 
     def _as_decided(self, recorded: Recorded, decided: Decided, lowering_bytes: int) -> Plan | None:
-        """The plan of a recorded call with the levers that were decided for other sizes of it. None where the inputs
-        are smaller than those were, since fewer levers might do, and where the plan does not fit or adds more time than
-        that for the other sizes. Raises `CaptureError` where the call cannot be traced."""
+        """The plan with the levers that were decided for other sizes of the call. None where the inputs are smaller
+        than those were, since fewer levers might do, and where it does not fit or adds more time than that for them."""
         traced = recorded.trace(decided.rewriting)
         account = traced.account(lowering_bytes)
         if account.inputs < decided.inputs:
@@ -140,9 +184,8 @@ class PlanSearch:
             self._notes |= dict.fromkeys(notes)
 
     def consider(self, priced: Priced) -> Plan | None:
-        """The plan of a step, without offloads, if it adds so little time (`NEGLIGIBLE`) that the search ends; None if
-        further sets of levers should be tried. If a lower bound proves that every plan of the step adds more time, the
-        step is not solved yet, but left to `best`."""
+        """The plan of a step, without offloads, if it ends the search by adding next to no time; else None. A step of
+        which a lower bound proves that no plan can do so is not solved yet, but left to `best`."""
         levers = priced.levers
         self._steps.append(priced)
         self._completed[levers.levers] = levers.levers[-1] if levers.levers else "", priced
@@ -171,8 +214,7 @@ class PlanSearch:
         return plan
 
     def _solve_left(self, seconds: float, wanted: Callable[[Priced], bool] = lambda priced: True) -> None:
-        """Solve those of the steps that are not solved yet whose lower bound is below `seconds`, in the order of their
-        bounds. A faster plan found on the way takes the place of `seconds`."""
+        """Solve the steps left whose lower bound is below `seconds`, by bound, until a plan found is faster."""
         for priced, least in sorted(self._unsolved, key=lambda one: one[1]):
             if (least < seconds or math.isinf(seconds)) and wanted(priced):
                 self._unsolved = [one for one in self._unsolved if one[0] is not priced]
@@ -181,18 +223,15 @@ class PlanSearch:
 
     def best(self) -> tuple[Plan, Rewriting]:
         """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.
-
-        Where none of these fits, the plan with the first combination of allowed levers on the optimizer that makes one
-        fit. Raises `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that
-        would help, also with levers that `allow` lacks."""
+        Where none fits, that with the first combination of allowed levers on the optimizer that makes one fit. Raises
+        `BudgetError` where none does, with the smallest budget of all and the cheapest combinations that would help."""
         self._solve_left(min((_seconds(plan) for plan, _ in self._plans), default=math.inf))
         self._offload()
         return self._fastest() if self._plans else self._with_proposals()
 
     def _offload(self) -> None:
-        """Plan the step with offloading under each set of levers, beside the plans found so far. Sets are left out for
-        which the budget is known to be too small, or whose step takes as long as the best plan's even where
-        nothing is recomputed or offloaded."""
+        """Plan the step with offloading under each set of levers, without those for which the budget is known to be too
+        small, or whose step takes as long as the best plan's even where nothing is recomputed or offloaded."""
         for priced in sorted(self._steps, key=_plain_seconds):
             best = min((_seconds(plan) for plan, _ in self._plans), default=math.inf)
             hopeless = priced.step.settings.link is None or id(priced.levers) in self._above
@@ -203,8 +242,8 @@ class PlanSearch:
 
     def _with_proposals(self) -> tuple[Plan, Rewriting]:
         """The best plan with the first allowed proposals that make a lever set fit, and its lever set. Raises
-        `BudgetError` where none do. The error also describes proposals that are not allowed, as far as `Tries` allow to
-        try them, but not where the budget is near the smallest that works: to give a little more memory is simpler."""
+        `BudgetError` where none do, which also describes proposals that are not allowed, as far as `Tries` allow; but
+        not near the smallest budget that works, as giving a little more memory is simpler."""
         tries, lean = Tries.beside(self._steps, self.effort), min(self._steps, key=Priced.smallest)
         found: dict[tuple[str, ...], int] = {(): min(error.smallest_bytes for error in self._refused)}
         helpful: list[tuple[PricedLevers, int]] = []
@@ -239,11 +278,10 @@ class PlanSearch:
             found[chosen.names] = least.smallest_bytes
             if allowed:
                 self._refused.append(least)
-            if least.smallest_bytes > self.budget_bytes:
-                continue
-            helpful.append((chosen, least.smallest_bytes))
-            if allowed:
-                return self._take(chosen)
+            if least.smallest_bytes <= self.budget_bytes:
+                helpful.append((chosen, least.smallest_bytes))
+                if allowed:
+                    return self._take(chosen)
         least = min(self._refused, key=lambda error: error.smallest_bytes)
         proposed = [_proposed(chosen, nbytes, self.budget_bytes, self.allow) for chosen, nbytes in helpful[:_SHOWN]]
         notes, advised = self.advice(self._steps, self._is_near(least.smallest_bytes), tries)
@@ -284,16 +322,14 @@ class PlanSearch:
         return self._narrowed_by_id[id(levers)]
 
     def _least(self, chosen: PricedLevers, steps: Sequence[Priced]) -> BudgetError | None:
-        """An error with the smallest budget for these steps with the chosen proposals, and what dominates it; the
-        budget may fit. Narrower parameters are tried on the step with the smallest budget only; None where they cannot
-        be captured."""
+        """An error with the smallest budget for these steps with the chosen proposals; the budget may fit. Narrower
+        parameters are tried on the step with the smallest budget only; None where they cannot be captured."""
         steps = [min(steps, key=Priced.smallest)] if chosen.narrows else steps
         found = [priced.smallest() for priced in self._with(chosen, steps)]
         return BudgetError(self.budget_bytes, *min(found)) if found else None
 
     def _take(self, chosen: PricedLevers) -> tuple[Plan, Rewriting]:
-        """Solve each step that was tried once more with the chosen levers on the optimizer; returns the plan with the
-        shortest step, and its levers on the graph."""
+        """The plan with the shortest step of all that were tried, with the chosen proposals, and its lever set."""
         refused: BudgetError | None = None
         for priced in self._with(chosen, self._steps):
             try:
@@ -323,11 +359,7 @@ class PlanSearch:
             rows.append(plain_row(" + ".join(plan.proposals), plan.solved[0].plain, plan.account))
         segments = (NOTE,) if plan.account.expands else ()
         new = tuple(note for note in (*self._notes, *segments) if note not in plan.notes)
-        used = tuple(lever for lever in levers.levers if lever not in self._idle)
-        used += (REINPLACE.name,) if writes_over(plan) else ()
-        used += (EXPANDABLE_SEGMENTS.name,) if plan.account.expands else ()
-        used += (OFFLOAD_ACTIVATIONS.name,) if plan.moved_bytes else ()
-        used += (OFFLOAD_PARAMETERS.name,) if plan.hosted_bytes else ()
+        used = tuple(lever for lever in levers.levers if lever not in self._idle) + schedule_levers(plan)
         return replace(plan, levers=used, receipt=rows_to(plan, rows), notes=plan.notes + new)
 
 

@@ -1,10 +1,9 @@
-"""A plan as a directed graph for networkx, as a page, as pictures, and in files of other tools."""
+"""A plan as a directed graph for networkx, and the names of its nodes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, fx
@@ -12,16 +11,13 @@ from torch import Tensor, fx
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import is_view, storage_bytes
 from memopt.planning.changes import source_line
-from memopt.planning.frontier import Frontier, shown
 from memopt.planning.schedule_parts import forward_evaluations, held_storages
 from memopt.solver import Schedule
 from passes.graphs.node_facts import backward_nodes, is_tangent, module_path
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from networkx import DiGraph
 
-    from memopt.planning.cards import OnCard
     from memopt.planning.joined import Joined
     from memopt.planning.priced_step import TracedStep
 
@@ -52,8 +48,7 @@ def op_names(captured: TracedStep, joined: Joined) -> Iterator[str]:
 
 
 def named_nodes(captured: TracedStep) -> Iterator[tuple[str, int, fx.Node]]:
-    """The nodes of all joint graphs, each with its name in the directed graph that `joint_digraph` makes, and with the
-    number of its region."""
+    """The nodes of all joint graphs, each with its name in `joint_digraph`, and the number of its region."""
     several = len(captured.regions) > 1
     for number, region in enumerate(captured.regions):
         for node in region.module.graph.nodes:
@@ -146,64 +141,3 @@ def _op_attributes(joined: Joined, schedule: Schedule) -> Iterator[dict[str, Any
 
 Format = Literal["snapshot", "trace", "dot"]
 """The formats of `Plan.export`."""
-
-
-class PlanViews:
-    """Base class of `Plan` with its ways of being shown: page, pictures, explanation and files of other tools."""
-
-    def report(self, path: str | Path, *, frontier: Frontier[Any] | None = None, cards: Sequence[OnCard] = ()) -> None:
-        """Write the plan as one HTML page that needs no network: the budget, memory over the step, bytes by module,
-        what the plan changes, precision, and all operators, with a search over all of it.
-
-        Args:
-            path: a file named *.html.
-            frontier: what `Plan.frontier` returned, to be drawn on the page.
-            cards: what `Plan.cards` returned, to be shown as a table.
-
-        The page of a plan that was loaded from a file shows the budget only. Raises `ValueError` for a path that does
-        not end in .html.
-        """
-        shown("page").report(self, path, frontier, cards)
-
-    def explain(self, op: str | None = None) -> str:
-        """Explain as text where the bytes go, and which of the largest values are saved, recomputed or offloaded. With
-        `op`, explain one operator: its line of code, dtype, bytes, time, whether it is saved or recomputed, and why.
-
-        Args:
-            op: a name that the tables show, or a part of an operator's or a module's name, such as "mlp.c_fc". If
-                several match, they are listed, and the one whose forward takes longest is explained.
-
-        Raises `ValueError` if no operator matches, or if the plan was loaded from a file.
-        """
-        return shown("op_story").explain(self, op)
-
-    def export(self, path: str | Path, format: Format | None = None) -> None:
-        """Write the step into a file of another tool's format.
-
-        Args:
-            path: the file; without `format`, the end of its name says which.
-            format: "snapshot" (.pickle) for pytorch.org/memory_viz; "trace" (.json) for ui.perfetto.dev and
-                chrome://tracing; "dot" (.dot) for Graphviz and Netron: the joint graph, each node with its
-                fate (saved, recomputed, offloaded, …).
-
-        Raises `ValueError` for another format, and for a plan that was loaded from a file.
-        """
-        shown("exports").export(self, path, format)
-
-    def plot_timeline(self, path: str | Path | None = None) -> Figure:
-        """Draw the memory over the step, as planned and with nothing recomputed, as a matplotlib figure; with `path`
-        into a file too: .svg, .png or .pdf.
-
-        Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
-        of file, and for a plan that was loaded from a file.
-        """
-        return shown("pictures").timeline(self, path)
-
-    def plot_treemap(self, path: str | Path | None = None, *, planned: bool = True) -> Figure:
-        """Draw the bytes of each module at the peak, as planned or (`planned=False`) with nothing recomputed. Writes
-        and raises as `plot_timeline`."""
-        return shown("pictures").treemap(self, path, planned=planned)
-
-    def _repr_html_(self) -> str:
-        """The main part of the page that `report` writes, for notebooks."""
-        return shown("bands").notebook(self)

@@ -23,8 +23,8 @@ NEGLIGIBLE = 5e-3
 _ROUNDS = 6
 # Where no schedule for the budget passes, budgets between the smallest and it are tried: the range in so many parts.
 _PARTS = 8
-# The share of a budget, as a fraction, by which the next one to try is larger.
-_NEXT = 1, 256
+# The next budget to try is larger by one part in this many.
+_NEXT = 256
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,20 @@ class Request:
         return self.account.optimizer_step_bytes(joined.problem.output_bytes) <= self.budget_bytes
 
     def is_hopeless(self, joined: Joined) -> bool:
-        """Whether no schedule can fit, as is known without a search: one operator alone, or the optimizer's step, needs
-        more than the budget. False where parameters are stepped within the backward, since nothing is known then."""
+        """Whether one operator alone, or the optimizer's step, needs more than the budget; False if steps are early."""
         if joined.steps:
             return False
         bare = replace(self, account=without_allocator(self.account))
         return floor_of(joined.problem, offloading=True)[0] > bare.graph_bytes or not bare.fits_optimizer_step(joined)
 
     def refusal(self, joined: Joined) -> BudgetError:
-        """The error for a budget that no schedule fits, with the smallest budget that works. On a card, torch's
-        allocator may fail at this budget and not at a smaller one: the error then names a larger one that works."""
+        """The error for a budget that no schedule fits, with the smallest that works, on a card with a larger one."""
         least, dominated_by = smallest(joined, self.account)
         if least > self.budget_bytes:
             return BudgetError(self.budget_bytes, least, dominated_by)
         works = _next_that_works(joined, self.account, self.budget_bytes)
-        return BudgetError(
-            self.budget_bytes, works, f"the gaps between the allocator's blocks, beside {dominated_by}", least=False
-        )
+        reason = f"the gaps between the allocator's blocks, beside {dominated_by}"
+        return BudgetError(self.budget_bytes, works, reason, least=False)
 
 
 def least_added_seconds(joined: Joined, request: Request) -> float:
@@ -77,8 +74,7 @@ def least_added_seconds(joined: Joined, request: Request) -> float:
 
 
 def added_seconds_offloading(joined: Joined, request: Request) -> float | None:
-    """The time that a step with offloads adds, by a quick search that leaves torch's allocator out; None where no
-    schedule fits the budget."""
+    """The time that offloads add, by a quick search that leaves torch's allocator out; None where no schedule fits."""
     room, link = replace(request, account=without_allocator(request.account)).graph_bytes, joined.link
     assert link is not None
     with suppress(Infeasible):
@@ -90,10 +86,7 @@ def added_seconds_offloading(joined: Joined, request: Request) -> float | None:
 def solve(joined: Joined, request: Request) -> Solution:
     """The schedule with the least added time. Where values may be offloaded, it is an `OffloadSolution` if
     recomputation alone does not fit or adds more than the share `NEGLIGIBLE` of the step, or if parameters lie on the
-    host.
-
-    Raises `BudgetError` where no schedule fits, or the optimizer's own step is above the budget.
-    """
+    host. Raises `BudgetError` where no schedule fits, or the optimizer's own step is above the budget."""
     if not request.fits_optimizer_step(joined):
         raise request.refusal(joined)
     effort, tell = request.effort, request.tell
@@ -129,9 +122,7 @@ def solve_on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, A
     """The problem and its solution as from `solve_with_steps`, and the account with the allocator's overhead. Where
     torch's allocator would exceed the budget, the step is solved again for a smaller budget; if that finds no schedule,
     schedules found for other budgets are tried. Where the plan may choose the kind of segments, expandable ones are
-    tried if a schedule with ordinary ones does not fit, or adds time.
-
-    Raises `BudgetError` where no schedule fits."""
+    tried if a schedule with ordinary ones does not fit, or adds time. Raises `BudgetError` where no schedule fits."""
     if not request.account.caching and not joined.steps:  # no allocator to replay, and no step to place
         if joined.knows_smallest and smallest(joined, request.account)[0] > request.budget_bytes:
             raise request.refusal(joined)
@@ -160,18 +151,15 @@ def _on_card(joined: Joined, request: Request) -> tuple[Joined, Solution, Accoun
         return None
     for taken, solution in _with_less(joined, request):
         fitted = within(taken, solution.schedule, request.account, request.budget_bytes)
-        if (
-            fitted is not None
-            and breakdown(taken.problem, solution.schedule, fitted).peak_bytes <= request.budget_bytes
-        ):
+        if fitted and breakdown(taken.problem, solution.schedule, fitted).peak_bytes <= request.budget_bytes:
             return taken, solution, fitted
     return None
 
 
 def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Account] | None:
-    """The first solution whose allocations, replayed, fit the budget. The step is solved again for fewer bytes while
-    the allocator would exceed the budget, and for more where no schedule has so few. None after `_ROUNDS` attempts, or
-    after the first one for a budget below the smallest."""
+    """The first solution whose allocations, replayed, fit the budget, of up to `_ROUNDS` solved for fewer bytes while
+    the allocator would exceed the budget, and for more where no schedule has so few. None where there is none, and
+    after the first for a budget below the smallest."""
     account, budget_bytes = request.account, request.budget_bytes
     step = budget_bytes // 256
     allowance, too_small, too_large = 0, -1, 2 * budget_bytes
@@ -199,7 +187,7 @@ def _narrowed(joined: Joined, request: Request) -> tuple[Joined, Solution, Accou
 
 def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
     """The solution with the smallest peak, those for a few budgets between the smallest and the request's, and all
-    others that are known: a schedule that the allocator cannot run may lie between two that it can."""
+    without offloads that were found for other budgets, as the allocator may run any of them."""
     bare = without_allocator(request.account)
     taken, least = _smallest_peak(joined, offload=request.offload)
     yield taken, least
@@ -208,12 +196,6 @@ def _with_less(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solut
         with suppress(BudgetError):
             tighter = replace(bare, fragmentation=spare * part // _PARTS)
             yield solve_with_steps(joined, replace(request, account=tighter))
-    yield from _known(joined, request)
-
-
-def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]]:
-    """The schedules without offloads that were found while other budgets were solved for and are within this one, the
-    fastest first; none where the optimizer steps within the backward, and without torch's caching allocator."""
     if request.account.caching and joined.recompute and not joined.steps:
         yield from ((joined, known) for known in joined.portfolio.known_within(request.graph_bytes))
 
@@ -221,11 +203,10 @@ def _known(joined: Joined, request: Request) -> Iterator[tuple[Joined, Solution]
 def _next_that_works(joined: Joined, account: Account, budget_bytes: int) -> int:
     """A budget above this one at which the schedule with the smallest peak completes on a card."""
     taken, solution = _smallest_peak(joined)
-    share, whole = _NEXT
-    budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
-    while all(within(taken, solution.schedule, one, budget_bytes) is None for one in account.by_segments):
-        budget_bytes = as_text_has_it(budget_bytes + budget_bytes * share // whole)
-    return budget_bytes
+    while True:
+        budget_bytes = as_text_has_it(budget_bytes + budget_bytes // _NEXT)
+        if any(within(taken, solution.schedule, one, budget_bytes) for one in account.by_segments):
+            return budget_bytes
 
 
 def solve_with_steps(joined: Joined, request: Request) -> tuple[Joined, Solution]:
@@ -260,8 +241,7 @@ def progress_line(progress: Progress, step_seconds: float, limit_seconds: float)
 
 
 def step_peak_bytes(joined: Joined, account: Account, graph_peak_bytes: int) -> int:
-    """The peak in bytes of a step: the resident bytes and `graph_peak_bytes`, the peak of forward and backward without
-    them; or that of the optimizer's step, if that is more."""
+    """The peak in bytes of a step whose forward and backward hold `graph_peak_bytes` beside the resident bytes."""
     after = account.optimizer_step_bytes(joined.problem.output_bytes)
     return max(graph_peak_bytes + account.resident_bytes, after)
 
@@ -277,19 +257,15 @@ def smallest(joined: Joined, account: Account) -> tuple[int, str]:
 
 
 def least_on_card(joined: Joined, schedule: Schedule, account: Account) -> Account:
-    """The account with the overhead of torch's allocator for a schedule, as `on_card` finds it. Where the plan may
-    choose between ordinary and expandable segments, the kind with the lower peak is taken."""
+    """The account with the allocator's overhead for a schedule (`on_card`), by the segments with the lower peak."""
     found = [on_card(joined, schedule, one) for one in account.by_segments]
     return min(found, key=lambda one: breakdown(joined.problem, schedule, one).peak_bytes)
 
 
 def recipes(joined: Joined, account: Account) -> tuple[Recipe, ...]:
     """The peak and the added time of each well-known recipe, such as checkpointing every block, by simulation."""
+    seconds = joined.problem.seconds or 1.0
     return tuple(
-        Recipe(
-            baseline.name,
-            step_peak_bytes(joined, account, baseline.peak_bytes) / GIB,
-            baseline.added_seconds / joined.problem.seconds if joined.problem.seconds else 0.0,
-        )
-        for baseline in joined.portfolio.baselines()
+        Recipe(one.name, step_peak_bytes(joined, account, one.peak_bytes) / GIB, one.added_seconds / seconds)
+        for one in joined.portfolio.baselines()
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
 
 from memopt.account.account import Account
+from memopt.account.sharded import Sharding
 from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
@@ -22,30 +25,24 @@ from memopt.device.devices import device_of
 from memopt.device.storages import made_bytes, storage_bytes, tensors_of
 from memopt.lru import LruCache
 from memopt.optimizers import Stepping
-from memopt.planning.cluster import ShardedCall
+from memopt.planning.cluster import exchange_prices, reductions_of
 from memopt.planning.joined import Joined, join, with_meanwhile
 from memopt.price.node_prices import is_scheduled, price_nodes
 from memopt.price.price import price
-from memopt.price.priced_graph import (
-    GraphUse,
-    NodePrice,
-    ParameterSteps,
-    PassedOn,
-    PricedGraph,
-    hostable,
-    with_eager,
-)
+from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph, hostable, with_eager
 from memopt.solver import Link, Solver
-from passes.graphs.node_facts import is_random, is_tangent
+from memopt.units import size
+from passes.graphs.node_facts import graph_results, is_random, is_tangent
 
+_SHARES = 8
+"""Plans are tried with 1/8, 2/8, … and all of the bytes of frozen parameters that may lie on the host."""
 _MOST_PRICED = 32
 """The number of settings by which a traced step stays priced: a few situations, and combinations of proposals."""
 
 
 @dataclass(frozen=True)
 class PriceSettings:
-    """What the bytes and seconds of a step's operators depend on: the hardware, and which of recomputation, offloading
-    and stepping in the backward are allowed."""
+    """What bytes and seconds of operators depend on: the hardware, and what may be recomputed or moved."""
 
     hardware: Hardware = field(hash=False)
     timed: bool = False
@@ -70,15 +67,13 @@ class PriceSettings:
     """Bytes that other code takes between the forward and the backward."""
 
     def under(self, account: Account) -> PriceSettings:
-        """A copy with the settings that follow from an account: whether gradients exist before the step, and the bytes
-        that other code allocates between forward and backward."""
+        """A copy with what follows from an account: whether gradients exist before, and what other code allocates."""
         return replace(self, accumulating=account.gradients_held, meanwhile=account.meanwhile)
 
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """The joint graphs of one training call, in the order of their forwards, rewritten by one set of levers. Their
-    bytes and seconds under the latest settings are cached."""
+    """The joint graphs of one training call, in the order of their forwards, under one set of levers."""
 
     model_name: str
     regions: tuple[JointGraph, ...]
@@ -93,7 +88,7 @@ class TracedStep:
     """The bytes of eager code around each region of a call in several, as `eager_of_runs` returns them; else empty."""
     passed: tuple[Passed, ...] = ()
     """The results of each region of a call in several that do not stay to the end of the step; else empty."""
-    sharded: ShardedCall | None = None
+    sharded: Sharding | None = None
     """How the parameters are spread over a cluster; None for one card."""
     kept: tuple[tuple[str, int], ...] = ()
     """Under FSDP2, the path and the bytes of each block that stays gathered from its forward to its backward."""
@@ -112,13 +107,12 @@ class TracedStep:
     def forget_solvers(self) -> None:
         """Free the solvers of all problems that were made from this step, as `Joined.forget_solvers` does."""
         for _, priced in self._priced.items():
-            for problem in priced.problems:
+            for problem in (priced.seen, priced.plain, *priced._leaving.values()):
                 problem.forget_solvers()
 
     @property
     def tangent_bytes(self) -> int:
-        """The bytes of the gradients with which the backward begins if the loss is computed outside of the last region;
-        0 if it is computed within."""
+        """The bytes of the gradients with which the backward begins; 0 if the loss is within the last region."""
         number = len(self.regions) - 1
         if not self.regions[number].ends_before_loss:
             return 0
@@ -133,8 +127,7 @@ class TracedStep:
 
     @property
     def rewriting_of_regions(self) -> Rewriting:
-        """The step's rewriting, to be applied to each region of a call by itself: it raises no error for a region with
-        nothing to rewrite."""
+        """The step's rewriting for single regions, which raises no error for one with nothing to rewrite."""
         return replace(self.rewriting, needed="")
 
     @property
@@ -149,14 +142,12 @@ class TracedStep:
         return tuple(region.operators for region in self.regions if region.operators and region.operators.stages)
 
     def sizes_of(self, number: int, *, as_seen: bool = False) -> Mapping[str, int]:
-        """The values of the symbolic sizes of region `number`: the largest that are planned for, or with `as_seen`
-        those of the current batch."""
+        """The symbolic sizes of region `number`: the largest planned for, or with `as_seen` the current ones."""
         sizes = self.run_sizes[number] if self.run_sizes else self.data_sizes
         return sizes.seen if as_seen else sizes.allowed
 
     def with_sizes(self, number: int, *, as_seen: bool = False) -> AbstractContextManager[None]:
-        """Context in which the symbolic sizes of region `number` have their largest planned values, or with `as_seen`
-        those of the current batch."""
+        """Context in which the symbolic sizes of region `number` are those of `sizes_of`."""
         sizes = self.sizes_of(number, as_seen=as_seen)
         return known_sizes(sizes) if as_seen else sizes_up_to(sizes)
 
@@ -168,9 +159,7 @@ class TracedStep:
         return region.decisions if region.fused or not device_of(card).is_host else frozenset()
 
     def node_prices(self, number: int, settings: PriceSettings, *, as_seen: bool) -> Callable[[fx.Node], NodePrice]:
-        """A function that gives the bytes and the seconds of each node of region `number`: with `as_seen` for the sizes
-        of the current batch, else for the largest ones that are planned for. Regions with the same graph and sizes
-        share one function."""
+        """The prices of the nodes of region `number`, for sizes as in `sizes_of`; equal regions share them."""
         region = self.regions[number]
         of_device = PriceSettings(settings.hardware, settings.timed)
         key = of_device, id(region.module), tuple(self.sizes_of(number, as_seen=as_seen).items()), as_seen
@@ -178,7 +167,7 @@ class TracedStep:
             held = [node for node in region.held_nodes if is_scheduled(node)]
             prices = price_nodes(held, settings.hardware, timed=settings.timed, generated=region.generated)
             if self.sharded is not None:
-                prices |= self.sharded.exchange_prices(held)
+                prices |= exchange_prices(self.sharded, held)
             self._node_prices[key] = prices.__getitem__
         return self._node_prices[key]
 
@@ -230,9 +219,42 @@ class PricedStep:
         return hostable(region.module.graph, found - region.overwritten, self.settings.hardware.least_moved_bytes)
 
     @property
-    def problems(self) -> tuple[Joined, ...]:
-        """All problems made of the step so far, also those that step some parameters at the end of the backward."""
-        return (self.seen, self.plain, *self._leaving.values())
+    def host_room_bytes(self) -> float:
+        """The most bytes of the host's memory that the step may take."""
+        link = self.settings.link
+        return math.inf if link is None or link.host_bytes is None else link.host_bytes
+
+    def host_choices(self) -> list[tuple[int, ...]]:
+        """Sets of inputs (frozen parameters) to put on the host, as input numbers, from few to all that the host has
+        room for. Each is spread evenly over the step, so that compute hides as many of the copies as possible: in the
+        order of the bits of places read backwards (van der Corput, 1935)."""
+        numbers, total = list(self.hostable), sum(self.hostable.values())
+        bits = max(1, (len(numbers) - 1).bit_length())
+        places = sorted(range(len(numbers)), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))
+        order = [numbers[place] for place in places]
+        sums = list(accumulate(self.hostable[number] for number in order))
+        most = (min(total * part // _SHARES, self.host_room_bytes) for part in range(1, _SHARES + 1))
+        counts = {sum(nbytes <= room for nbytes in sums) for room in most}
+        return [tuple(order[:count]) for count in sorted(counts) if count]
+
+    def host_notes(self) -> tuple[str, ...]:
+        """A note for the plan where host memory has no room for all frozen parameters that may lie there; else none."""
+        total, room = sum(self.hostable.values()), self.host_room_bytes
+        return (
+            f"the host has room for {size(int(min(total, room)))} of the {size(total)} of frozen parameters that may "
+            "lie there: give host_gb if it has more",
+        ) * (total > room)
+
+    def notes_on_stacks(self) -> tuple[str, ...]:
+        """A note for the plan where parameters on the host are stacks of matrices, as of experts; else none."""
+        (region, *_) = self.traced.regions
+        inputs = enumerate(region.module.graph.find_nodes(op="placeholder"))
+        three = (node for number, node in inputs if number in self.settings.hosted and node.meta["val"].dim() == 3)
+        count = sum(not any("conv" in str(user.target) for user in node.users) for node in three)
+        return (
+            f"{count} of the parameters on the host are stacks of matrices, as of experts: each is copied to the "
+            "device as a whole, even if a batch reaches few of the experts",
+        ) * (count > 0)
 
     def under(self, account: Account) -> PricedStep:
         """The same step, priced for another account."""
@@ -264,14 +286,15 @@ def _problem(
     only; `reinplace`: results may be written over operands."""
     prices = partial(_priced_region, traced, settings, as_seen=as_seen, left=left, reinplace=reinplace)
     joined = join([prices(number) for number in range(len(traced.regions))], traced.passed)
+    given, trained = _inputs(traced, as_seen=as_seen)
     return replace(
         joined,
         problem=with_meanwhile(joined.problem, settings.meanwhile),
         recompute=settings.recompute,
         solvers=settings.solvers,
         link=settings.link if settings.activations or settings.hosted else None,
-        given=_given(traced, as_seen=as_seen),
-        trained=_given(traced, as_seen=as_seen, trained=True),
+        given=given,
+        trained=trained,
         libraries=device_of(settings.hardware).library_workspaces(settings.hardware),
         left=left,
     )
@@ -295,7 +318,7 @@ def _priced_region(
             passed_on=_passed_on(traced, number),
             overwritten=region.overwritten,
             decisions=traced.decisions(number, settings.hardware),
-            reductions=sharded.reductions(region, accumulating=settings.accumulating) if sharded else (),
+            reductions=reductions_of(sharded, region, accumulating=settings.accumulating) if sharded else (),
             receivers=region.receivers if region.places else None,
         )
         priced = price(
@@ -304,26 +327,22 @@ def _priced_region(
     return with_eager(priced, number, traced.eager) if traced.eager else priced
 
 
-def _given(traced: TracedStep, *, as_seen: bool, trained: bool = False) -> tuple[int, ...]:
-    """The bytes of each tensor that the regions take as input: parameters, buffers and inputs of the call; only of
-    those that get a gradient if `trained`."""
+def _inputs(traced: TracedStep, *, as_seen: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The bytes of all tensors that the regions take as input, and of those that get a gradient."""
     given: list[int] = []
+    trained: list[int] = []
     for number, region in enumerate(traced.regions):
-        (results,) = region.module.graph.output_node().args
-        assert isinstance(results, (tuple, list))
-        gradients = results[region.forward_outputs :]
+        gradients = graph_results(region.module.graph)[region.forward_outputs :]
+        inputs = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        receivers = [inputs[taker] for position, taker in region.receivers.items() if gradients[position] is not None]
         with traced.with_sizes(number, as_seen=as_seen):
-            inputs = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
-            if trained:
-                received = region.receivers.items()
-                inputs = [inputs[number] for position, number in received if gradients[position] is not None]
-            given += (storage_bytes(tensor) for node in inputs for tensor in tensors_of(node))
-    return tuple(given)
+            for nodes, found in ((inputs, given), (receivers, trained)):
+                found += (storage_bytes(tensor) for node in nodes for tensor in tensors_of(node))
+    return tuple(given), tuple(trained)
 
 
 def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
-    """The results of a region that other code reads, and its inputs that are other regions' outputs. None for a call in
-    one region, whose results all stay in memory to the end of the step."""
+    """A region's results that other code reads, and inputs that are others' outputs; None for a single region."""
     if not traced.passed:
         return None
     region, passed = traced.regions[number], traced.passed[number]
@@ -336,11 +355,10 @@ def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
 
 
 def _steps(traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]) -> ParameterSteps:
-    """The parameters that are stepped in the backward of a region. Before its end they are stepped only in a call of
-    one region that is not fused, and not those whose input numbers are in `left`."""
+    """The parameters stepped in a region's backward: before its end if it is the only one, not fused, not `left`."""
     if stepping is None:
         return ParameterSteps()
-    given = [node for node in region.module.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+    given = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     sizes = {number: stepping.workspace_bytes(node.meta["val"]) for number, node in enumerate(given)}
     workspaces = {number: nbytes for number, nbytes in sizes.items() if nbytes is not None}
     inside = region.parameter_gradients if len(traced.regions) == 1 and not region.fused else {}

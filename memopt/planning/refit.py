@@ -14,7 +14,7 @@ from memopt.planning.figures import recounted
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import compiled_within
 from memopt.planning.plan import Plan
-from memopt.planning.schedule_parts import held_after_forward
+from memopt.planning.schedule_parts import halves, held_after_forward
 from memopt.solver import Schedule, simulate
 from memopt.solver.problem import BlockCall
 from memopt.solver.simulator import lifetimes
@@ -38,8 +38,7 @@ class Footprint:
 
 
 ROUNDS = 4
-"""The maximal number of rounds of planning and compiling a step, each of which costs one compilation; one more is for
-the smallest plan, where none of these fits."""
+"""The most rounds of planning and compiling a step, before one for the smallest plan where none of these fits."""
 FURTHER_ROUNDS = 2
 """The maximal number of rounds after the smallest plan, for a faster one within the room that its code leaves."""
 # Another round pays where this share of the budget is unused,
@@ -57,8 +56,7 @@ def as_compiled(plan: Plan, footprints: Sequence[Footprint | None]) -> Plan:
     by region: None for a region that is not compiled and holds what is planned. At least one region is compiled.
 
     On a card, the allocator's calls are replayed: for a call in one region those of the compiled code; for several
-    regions those of the plan, to which the bytes are added that the compiled code holds beyond the plan.
-    """
+    regions those of the plan, to which the bytes are added that the compiled code holds beyond the plan."""
     step, schedule = plan.solved
     problem = step.problem.problem
     simulated = simulate(problem, schedule, ANY_LINK)
@@ -82,24 +80,16 @@ class _Regions:
 
     def __init__(self, joined: Joined, schedule: Schedule, live_bytes: Sequence[int]) -> None:
         self.live = live_bytes
-        self.owner = [joined.owner[index] for index in schedule.evaluations]
-        left = [set(range(priced.problem.forward_ops)) for priced in joined.prices]
-        self.halves: list[tuple[list[int], list[int]]] = [([], []) for _ in joined.prices]
-        """By region the positions of the forward's and of the backward's evaluations, with those of eager code beside
-        them."""
-        ops = joined.problem.ops
+        self.owner = [joined.owner[index][0] for index in schedule.evaluations]
+        self.halves = halves(joined, schedule)
+        """With the evaluations of eager code beside them."""
+        ops, storages = joined.problem.ops, joined.problem.storages
         self.eager = {at for at, index in enumerate(schedule.evaluations) if ops[index].name == EAGER}
-        for at, (region, op) in enumerate(self.owner):
-            self.halves[region][0 if left[region] else 1].append(at)
-            left[region].discard(op)
-        self.lives = [
-            (joined.problem.storages[storage].bytes, born, dies)
-            for storage, born, dies in lifetimes(joined.problem, schedule.evaluations, schedule.offloads)
-        ]
+        lives = lifetimes(joined.problem, schedule.evaluations, schedule.offloads)
+        self.lives = [(storages[storage].bytes, born, dies) for storage, born, dies in lives]
 
     def compiled(self, footprints: Sequence[Footprint | None]) -> tuple[int, int]:
-        """The peak with these compiled regions, and the bytes that their forwards leave beyond the plan. Regions
-        without a footprint hold what is planned."""
+        """The peak with these compiled regions (None: as planned), and what their forwards leave beyond the plan."""
         left_more = 0  # by the forwards so far, beyond the plan
         peaks = [self.live[-1]]
         for region, footprint in enumerate(footprints):
@@ -109,7 +99,9 @@ class _Regions:
                 continue
             peaks.append(left_more + self._beside(region, forward) + footprint.forward_bytes)
             peaks.append(left_more + self._beside(region, backward) + footprint.backward_bytes)
-            before, left_more = left_more, left_more + footprint.held_bytes - self._left(forward)
+            made = set(forward) - self.eager
+            left = sum(nbytes for nbytes, born, dies in self.lives if born in made and max(made) < dies)
+            before, left_more = left_more, left_more + footprint.held_bytes - left
             peaks.append(max(before, left_more) + self._planned(self.eager.intersection(forward + backward)))
         return max(peaks), left_more
 
@@ -118,8 +110,7 @@ class _Regions:
         return max((self.live[at] for at in positions), default=0)
 
     def _beside(self, region: int, positions: Sequence[int]) -> int:
-        """The bytes that are alive when one half of a region begins and do not count as its own: what eager code holds
-        meanwhile, and values of other regions, but for gradients that are last read in this half."""
+        """The bytes alive when one half of a region begins, of others or of eager code, that it cannot free itself."""
         own = [at for at in positions if at not in self.eager]
         if not own:
             return 0
@@ -128,18 +119,12 @@ class _Regions:
             nbytes
             for nbytes, born, dies in self.lives
             if born < first <= dies
-            and (born in self.eager or (self.owner[born][0] != region and not (self._is_late(born) and dies <= last)))
+            and (born in self.eager or (self.owner[born] != region and not (self._is_late(born) and dies <= last)))
         )
-
-    def _left(self, forward: Sequence[int]) -> int:
-        """The bytes of the values that a region's forward makes and leaves."""
-        made = set(forward) - self.eager
-        return sum(nbytes for nbytes, born, dies in self.lives if born in made and max(made) < dies)
 
     def _is_late(self, position: int) -> bool:
         """Whether an evaluation is part of a backward."""
-        region, _ = self.owner[position]
-        forward = self.halves[region][0]
+        forward, _ = self.halves[self.owner[position]]
         return not forward or position > forward[-1]
 
 
@@ -164,18 +149,15 @@ class Refit(Generic[Made]):
     _tried: set[object] = field(default_factory=set)
 
     def is_new(self, planned: Plan) -> bool:
-        """Whether no earlier round compiled a plan with the schedules of `planned`. A search that leaves another number
-        of bytes free may find the same plan; compiling it would give the same code again."""
+        """Whether no earlier round compiled a plan with the same schedules, which would give the same code."""
         return planned.regions not in self._tried
 
     def judge(self, planned: Plan, compiled: Plan, made: Made) -> None:
         """Record a round: its plan (`planned`), the plan with its code's peak (`compiled`), and that code (`made`).
 
-        The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan. From the second round over
-        budget on, it also leaves free 1, 3, 7, … times this round's excess, since the code of a slightly smaller plan
-        often has the same peak. Once a round left too few bytes free and another enough, the next `lowering_bytes` lies
-        between these two numbers, if need be halfway.
-        """
+        The next plan leaves free (`lowering_bytes`) what this code holds beyond its plan; from the second round over
+        budget on also 1, 3, 7, … times this round's excess, since the code of a slightly smaller plan often has the
+        same peak. Between a round that left too few bytes free and one that left enough, it is halfway if need be."""
         self._tried.add(planned.regions)
         uncompiled = planned.ceiling_bytes - planned.account.lowering
         left, room = self.budget_bytes - uncompiled, self.budget_bytes - compiled.ceiling_bytes
@@ -197,8 +179,7 @@ class Refit(Generic[Made]):
             self.again = self.again and self.lowering_bytes < left
 
     def take_smallest(self, smallest_bytes: int) -> bool:
-        """Make the next round compile the plan with the smallest peak, which is `smallest_bytes` before compilation.
-        Returns False, and changes nothing, where that is above the budget."""
+        """Make the next round compile the plan with the smallest peak; False where even that is above the budget."""
         if smallest_bytes > self.budget_bytes:
             return False
         self._took_smallest, self.lowering_bytes = True, self.budget_bytes - smallest_bytes

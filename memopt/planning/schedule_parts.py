@@ -19,8 +19,7 @@ from passes import ApplyOffloads, ApplySchedule, HostStay
 
 @dataclass(frozen=True)
 class RegionSchedule:
-    """The schedule of one region: the order in which its nodes run, which of them run several times, and which values
-    are offloaded."""
+    """The schedule of one region: the order in which its nodes run, some several times, and the values offloaded."""
 
     fingerprint: str
     """Hash of the joint graph that the schedule is for."""
@@ -42,40 +41,36 @@ def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModu
     return (ApplyOffloads(*order, schedule.offloads) if schedule.offloads else ApplySchedule(*order))(joint.module)
 
 
+def halves(joined: Joined, schedule: Schedule) -> list[tuple[list[int], list[int]]]:
+    """By region the positions in the schedule of its evaluations: up to the last one of its forward, and after it."""
+    found: list[tuple[list[int], list[int]]] = [([], []) for _ in joined.prices]
+    left = [set(range(priced.problem.forward_ops)) for priced in joined.prices]
+    for position, index in enumerate(schedule.evaluations):
+        region, local = joined.owner[index]
+        found[region][0 if left[region] else 1].append(position)
+        left[region].discard(local)
+    return found
+
+
 def split(joined: Joined, traced: TracedStep, schedule: Schedule) -> tuple[RegionSchedule, ...]:
     """The schedule of each region, from the one schedule of the joined problem."""
-    evaluations: list[list[str]] = [[] for _ in traced.regions]
-    boundaries = [0] * len(traced.regions)
-    remaining = [priced.problem.forward_ops for priced in joined.prices]
-    seen: set[int] = set()
-    for index in schedule.evaluations:
-        region, local = joined.owner[index]
-        name = joined.prices[region].nodes[local]
-        if name:
-            evaluations[region].append(name)
-        if index not in seen and local < joined.prices[region].problem.forward_ops:
-            remaining[region] -= 1
-            if remaining[region] == 0:
-                boundaries[region] = len(evaluations[region])
-        seen.add(index)
     offloads = _region_offloads(joined, schedule)
     steps = tuple(sorted(step.number for step in joined.steps.values()))
-    return tuple(
-        RegionSchedule(
-            region.fingerprint, tuple(names), boundary, tuple(offloads.get(number, ())), steps, priced.hosted
-        )
-        for number, (region, priced, names, boundary) in enumerate(
-            zip(traced.regions, joined.prices, evaluations, boundaries, strict=True)
-        )
-    )
+    found = []
+    for number, positions in enumerate(halves(joined, schedule)):
+        region, priced = traced.regions[number], joined.prices[number]
+        names = ([priced.nodes[joined.owner[schedule.evaluations[at]][1]] for at in half] for half in positions)
+        forward, backward = (tuple(filter(None, half)) for half in names)
+        stays = tuple(offloads.get(number, ()))
+        order = (*forward, *backward)
+        found.append(RegionSchedule(region.fingerprint, order, len(forward), stays, steps, priced.hosted))
+    return tuple(found)
 
 
 def _region_offloads(joined: Joined, schedule: Schedule) -> dict[int, list[HostStay]]:
-    """Region → its offloads, with positions among its own evaluations; regions without offloads are left out.
-
-    An event while another region runs moves to the end of this region's forward or to the start of its backward: the
-    value's device memory is then free earlier, and for longer, than planned.
-    """
+    """Region → its offloads, with positions among its own evaluations; regions without offloads are left out. An event
+    while another region runs moves to the end of this region's forward or to the start of its backward: the value's
+    device memory is then free earlier, and for longer, than planned."""
     if not schedule.offloads:
         return {}
     regions = range(len(joined.prices))
@@ -157,8 +152,7 @@ class DecisionRow:
 
 
 def decision_rows(joined: Joined, step: PricedStep, schedule: Schedule) -> tuple[DecisionRow, ...]:
-    """The operators that are never recomputed because they make a discrete choice (`topk`, comparisons), in the order
-    of the forward, with the bytes that are saved for that reason."""
+    """The operators that are never recomputed as they make a discrete choice (`topk`), with the bytes saved for it."""
     problem, card = joined.problem, step.settings.hardware
     saved = _saved_storages(problem, schedule)
     names = [
@@ -191,8 +185,7 @@ def held_after_forward(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def held_storages(problem: RematProblem, schedule: Schedule) -> Iterator[int]:
-    """The storages, as indices in the problem, that the forward leaves for the backward and the caller; gradients of
-    its outputs are not among them."""
+    """The storages that the forward leaves for the backward and the caller, without gradients of its outputs."""
     boundary = forward_evaluations(problem, schedule)
     for storage, made in live_versions(problem, schedule, boundary):
         given = problem.storages[storage].kept and problem.ops[problem.producer[storage]].is_receipt
@@ -206,9 +199,8 @@ def forward_evaluations(problem: RematProblem, schedule: Schedule) -> int:
 
 
 def evaluations_until_return(problem: RematProblem, schedule: Schedule) -> int:
-    """How many evaluations come before the forward returns. Ops that only receive the gradients of its
-    outputs (`Op.is_receipt`) are not counted; their workspace includes what the caller's code allocates before the
-    backward."""
+    """How many evaluations come before the forward returns, without ops that only receive the gradients of its outputs
+    (`Op.is_receipt`): their workspace includes what the caller's code allocates before the backward."""
     last = problem.forward_ops - 1
     while last >= 0 and problem.ops[last].name != EAGER and problem.ops[last].is_receipt:
         last -= 1

@@ -2,8 +2,7 @@
 
     Recorded ─trace(levers)─▶ Traced ─price(account)─▶ Priced ─solve(budget, effort)─▶ Plan ─emit_plan─▶ Emitted
 
-Calls in one region, in several, and with a plan from disk go through these stages, the last without `solve`.
-"""
+Calls in one region, in several, and with a plan from disk go through these stages, the last without `solve`."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
-from memopt.account.account import Account
+from memopt.account.account import Account, in_blocks
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.inputs import Call, with_batches
 from memopt.capture.operators import NothingToRewrite, Rewriting
+from memopt.capture.trace import trained
 from memopt.errors import BudgetError
 from memopt.levers.recompute import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner
@@ -27,7 +26,6 @@ from memopt.planning.cards import OnCard, on_cards
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.figures import plan_by, recounted, sweep, with_rows_of
 from memopt.planning.frontier import Frontier, Recipe
-from memopt.planning.hosting import choices, lacking, stacked
 from memopt.planning.joined import Joined
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.planning.plan import Plan
@@ -57,10 +55,8 @@ class Recorded:
     situation: Situation
 
     def trace(self, levers: Rewriting) -> Traced:
-        """The call rewritten by a set of levers and differentiated into joint graphs; cached.
-
-        Raises `CaptureError` where it cannot be traced, and `NothingToRewrite` where the last lever of the set finds
-        nothing to rewrite."""
+        """The call rewritten by a set of levers and differentiated into joint graphs; cached. Raises `CaptureError`
+        where it cannot be traced, and `NothingToRewrite` where the last lever of the set finds nothing to rewrite."""
         return Traced(self, self.planner.traced(self.captured, self.call, self.situation.hooked, levers))
 
     def tightest(self, batches: int = 1) -> Priced:
@@ -74,8 +70,7 @@ class Recorded:
             return next(recorded.from_tightest(self.planner.terms.lever_sets))
 
     def from_tightest(self, lever_sets: Sequence[Rewriting]) -> Iterator[Priced]:
-        """Yields the call priced under each of these sets of levers, the last one first, without those whose last lever
-        finds nothing to rewrite. Raises `CaptureError` as `trace` does."""
+        """Yields the call under each of these sets of levers that rewrites something, the last first, priced."""
         for levers in reversed(lever_sets):
             with suppress(NothingToRewrite):
                 traced = self.trace(levers)
@@ -112,18 +107,26 @@ class Traced:
     step: TracedStep
 
     def account(self, lowering_bytes: int = 0) -> Account:
-        """The account of the step; `lowering_bytes`: what compiled code holds beyond the peak of its schedule."""
-        recorded = self.recorded
-        account = recorded.planner.accounts.of_captured(
-            recorded.captured, recorded.call, recorded.situation, self.step.regions, lowering_bytes
+        """The account of the step, with all inputs of its graphs, and the clones of outputs that
+        `DistributedDataParallel` makes; `lowering_bytes`: what compiled code holds beyond the peak of its schedule."""
+        recorded, captured = self.recorded, self.recorded.captured
+        accounts, buckets = recorded.planner.accounts, recorded.situation.buckets
+        reached = trained(self.step.regions, captured)
+        accounts.note_reached(reached)
+        account = accounts.account(recorded.call, recorded.situation, reached=reached)
+        return replace(
+            account,
+            inputs=max(account.inputs, in_blocks(captured.input_bytes, recorded.planner.terms.card)),
+            lowering=lowering_bytes,
+            output_clones=captured.output_bytes if buckets is not None and buckets.clone_outputs else 0,
+            meanwhile=account.meanwhile + self.callers_code[0],
         )
-        return replace(account, meanwhile=account.meanwhile + self.callers_code[0])
 
     @property
     def callers_code(self) -> tuple[int, int]:
-        """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and the bytes
-        that a plan leaves free in addition, if the budget allows it, because the first number is a guess (else 0).
-        Both are 0 where the situation itself says how many bytes that code allocates (`Situation.meanwhile`)."""
+        """The bytes that the caller's own code allocates between forward and backward, seen or guessed; and those that
+        a plan leaves free in addition, if the budget allows it, as the first number is a guess (else 0). Both are 0
+        where the situation itself says how many bytes that code allocates (`Situation.meanwhile`)."""
         if self.recorded.situation.meanwhile is not None:
             return 0, 0
         return self.recorded.planner.accounts.beside.until_backward(self.step.tangent_bytes)
@@ -156,24 +159,17 @@ class Priced:
         """The same step, priced for another account."""
         return Priced(self.step.under(account), account)
 
-    def opened(self, **settings: Any) -> Priced:
-        """The same step, priced with `settings`, fields of `PriceSettings` that say what may lie on the host."""
-        return Priced(self.step.priced_for(**settings), self.account)
-
     def hosting(self, numbers: Collection[int]) -> Priced:
         """The same step with exactly the inputs of these numbers (frozen parameters) in the host's memory."""
         step = self.step.priced_for(hosted=frozenset(numbers))
-        lying = (one.problem.problem.home_bytes for one in (self.step, step))
-        before, now = lying
+        before, now = (one.problem.problem.home_bytes for one in (self.step, step))
         return Priced(step, replace(self.account, parameters=self.account.parameters + before - now))
 
     def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
         """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError` where
         there is none.
 
-        With `offload`, activations and frozen parameters may go to the host where there is a link to it and that is
-        faster than recomputation.
-        """
+        With `offload`, activations and frozen parameters may go to the host where that is faster than recomputation."""
         if self.step.settings.hosted or not self.step.hostable:
             return self._solve_as_is(budget_bytes, effort, offload=offload)
         as_is, refused = self._tried(budget_bytes, effort, offload=offload)
@@ -181,7 +177,7 @@ class Priced:
             return as_is
         if refused is not None and not offload:
             raise self._refused_without(refused)
-        found = [self.hosting(numbers) for numbers in choices(self.step)]
+        found = [self.hosting(numbers) for numbers in self.step.host_choices()]
         timed: list[tuple[float, int]] = []
         for number, hosting in enumerate(found):
             request = Request(hosting.account, budget_bytes)
@@ -199,14 +195,14 @@ class Priced:
             refused = min(filter(None, (error, refused)), key=lambda one: one.smallest_bytes)
         if as_is is None:
             assert refused is not None
-            raise refused.adding(*lacking(self.step))
+            raise refused.adding(*self.step.host_notes())
         return as_is
 
     def _refused_without(self, refused: BudgetError) -> BudgetError:
         """The refusal of a step that offloads nothing, where frozen parameters may lie on the host. If the step needs
-        less with parameters there, the refusal names that budget; if that even fits the budget given, the refusal keeps
-        its own figure, as one that is not the smallest (`BudgetError.least`)."""
-        everything, budget, notes = self.hosting_all(), refused.budget_bytes, lacking(self.step)
+        less with parameters there, it names that budget; if that even fits the budget given, it keeps its own figure,
+        as one that is not the smallest (`BudgetError.least`)."""
+        everything, budget, notes = self.hosting_all(), refused.budget_bytes, self.step.host_notes()
         hosted = None if everything is None else everything.smallest()
         if hosted is None or hosted[0] >= refused.smallest_bytes:
             return refused.adding(*notes)
@@ -225,7 +221,7 @@ class Priced:
 
     def hosting_all(self) -> Priced | None:
         """The same step with as many frozen parameters in the host's memory as may lie there; None where none may."""
-        found = choices(self.step)
+        found = self.step.host_choices()
         return self.hosting(found[-1]) if found else None
 
     def _solve_as_is(self, budget_bytes: int, effort: Effort, *, offload: bool = True) -> Plan:
@@ -241,10 +237,9 @@ class Priced:
         """`plan` under FSDP2 with as many of the last blocks kept gathered, from their forward to their backward, as
         the budget has room for. Where the step waits for gathers, more blocks are kept and more is recomputed, if that
         is faster by the rates of the links. A plan for one card is returned as it is."""
-        sharded = self.step.traced.sharded
-        if sharded is None or sharded.sharding.cluster.mesh.dp_shard == 1:
+        sharding = self.step.traced.sharded
+        if sharding is None or sharding.cluster.mesh.dp_shard == 1:
             return plan
-        sharding = sharded.sharding
         blocks = len(sharding.blocks)
         room = plan.budget_bytes - plan.ceiling_bytes
         kept = max(count for count in range(blocks + 1) if sharding.kept_bytes(count) <= room)
@@ -271,21 +266,19 @@ class Priced:
         return joined.problem.seconds + least_added_seconds(joined, Request(self.account, budget_bytes))
 
     def planned(self, joined: Joined, solution: Solution, account: Account, budget_bytes: int, effort: Effort) -> Plan:
-        """The plan from `solution`, which solves `joined`: the step's problem, or one that steps fewer parameters in
-        the backward. `account` includes the allocator's overhead."""
+        """The plan from `solution` of `joined`: of the step's problem, or of one that steps fewer parameters early."""
         regions = split(joined, self.step.traced, solution.schedule)
         step = self.step.stepping_as([region.steps for region in regions])
         source = StepOfPlan(lambda: step)
         plan = plan_by(solution, joined, step, regions, account, budget_bytes, effort, source)
-        return replace(plan, notes=plan.notes + stacked(step)) if step.settings.hosted else plan
+        return replace(plan, notes=plan.notes + step.notes_on_stacks()) if step.settings.hosted else plan
 
     def smallest(self) -> tuple[int, str]:
         """The smallest budget in bytes that works, and a text on what dominates its peak."""
         return min(smallest(one.step.problem, one.account) for one in self.on_either_side())
 
     def on_either_side(self) -> tuple[Priced, ...]:
-        """This step; and, if it has no parameters on the host but may have some there, the step with as many there as
-        possible."""
+        """This step; and, if it has no parameters on the host but may, the step with as many there as possible."""
         everything = None if self.step.settings.hosted else self.hosting_all()
         return (self,) if everything is None else (self, everything)
 
@@ -297,16 +290,13 @@ def _load_solver() -> None:
 
 @dataclass(frozen=True)
 class StepOfPlan:
-    """The `PlanSource` of a plan: answers questions about its step from the priced graphs. For a plan from disk, the
-    step is captured and priced when an answer first needs them."""
+    """The `PlanSource` of a plan; for one from disk the step is captured and priced when first needed."""
 
     price: Callable[[], PricedStep]
     freed: Plan | None = None
-    """Under FSDP2, for a plan that keeps blocks gathered: the plan of the same call that frees all blocks after their
-    forward, from which the smallest budget and the curve are taken."""
+    """Under FSDP2, the plan that keeps no block gathered, from which the smallest budget and the curve are taken."""
     tightest: Callable[[int], Priced] | None = None
-    """Returns, for a number n, the call with a batch n times as large under all levers that it may use; None for a plan
-    to train by, which keeps no call."""
+    """Returns, for n, the call with a batch n times as large under all its levers; None for a plan to train by."""
     compiled_bytes: Callable[[Plan], int] | None = None
     """Compiles a plan of the step and returns the peak of its code; None where nothing is compiled here."""
     _least: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -366,8 +356,7 @@ class StepOfPlan:
 
 
 def beside_freed(plan: Plan, freed: Plan) -> Plan:
-    """`plan`, in which FSDP2 keeps some blocks gathered between forward and backward, with the smallest budget and the
-    frontier of `freed`, the plan of the same call that keeps none."""
+    """`plan`, in which FSDP2 keeps blocks gathered, with the smallest budget and the frontier of `freed`."""
     if plan.source is None:
         return plan
     own = plan.source
@@ -377,16 +366,13 @@ def beside_freed(plan: Plan, freed: Plan) -> Plan:
 def _keeping(plan: Plan, count: int) -> Plan:
     """The plan with the same schedule and the last `count` blocks kept gathered until their backward."""
     step, schedule = plan.solved
-    assert step.traced.sharded is not None
-    sharding = step.traced.sharded.sharding
+    sharding = step.traced.sharded
+    assert sharding is not None
     account = replace(plan.account, kept=sharding.kept_bytes(count))
-    kept = sharding.blocks[len(sharding.blocks) - count :]
-    return recounted(
-        plan,
-        account,
-        cluster=cluster_step(step.problem, schedule, step, account, kept=count),
-        kept=tuple((block.name, block.gathered_bytes) for block in kept),
-    )
+    blocks = sharding.blocks[len(sharding.blocks) - count :]
+    kept = tuple((block.name, block.gathered_bytes) for block in blocks)
+    cluster = cluster_step(step.problem, schedule, step, account, kept=count)
+    return recounted(plan, account, cluster=cluster, kept=kept)
 
 
 def _seconds(plan: Plan) -> float:

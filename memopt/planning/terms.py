@@ -110,8 +110,7 @@ class ModelTerms:
 
     @cached_property
     def card(self) -> Hardware:
-        """The hardware that the step is planned for, the card that `device` names or else this machine's device, with
-        the bytes that offloads may take on the host."""
+        """The hardware that the step is planned for, with the bytes that offloads may take on the host."""
         card, room = self._card, self.options.host_bytes
         if room is None and self.options.hardware is None and card.link.bytes_per_second > 0:
             free, held = device_of(HOST).free_bytes(HOST), host_memory(card.device_type).mapped_bytes
@@ -144,8 +143,7 @@ class ModelTerms:
 
     @cached_property
     def lever_sets(self) -> tuple[Rewriting, ...]:
-        """The sets of levers to try, as rewritings, each with one lever more than the one before, the cheapest first.
-        All include the user's passes."""
+        """The sets of levers to try, as rewritings, each with one more, the cheapest first; all with user passes."""
         levers = [lever for lever in self.options.levers if lever.name not in self.idle_levers]
         found = lever_sets(self.rewriting, levers, self.card, histories=self.histories)
         passes = self.options.passes
@@ -192,8 +190,7 @@ class _RunJointPasses:
 
 
 def with_passes(rewriting: Rewriting, passes: Sequence[Pass]) -> Rewriting:
-    """The rewriting that also runs the user's passes, after all others; its `levers` begin with their names. Raises
-    `TypeError` for an object that is no `Pass`."""
+    """The rewriting that also runs the user's passes, after all others. Raises `TypeError` for what is no `Pass`."""
     on_operators, on_joint = passes_for("operators", passes), passes_for("joint", passes)
     if on_operators:
         rewriting = replace(rewriting, deciders=(*rewriting.deciders, _RunPasses(on_operators)))

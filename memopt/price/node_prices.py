@@ -47,8 +47,7 @@ def split_halves(graph: fx.Graph, fused: frozenset[fx.Node] = frozenset()) -> tu
 def is_scheduled(node: fx.Node) -> bool:
     """Whether the node is an operator of a schedule: it allocates memory or has side effects.
 
-    Views and elements of tuples are part of the node that they read, and copies to and from the host overlap with
-    compute."""
+    Views and elements of tuples are part of the node that they read, and copies to and from the host run beside."""
     if node.op != "call_function" or node.target in TRANSFERS:
         return False
     writes = is_mutation(node) or node.target is WAIT

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -30,16 +29,13 @@ from memopt.solver import Op, RematProblem, Storage
 from passes import is_pure, is_random
 from passes.graphs.node_facts import binds_new_symbols, graph_results, is_tangent, module_path
 
-# Operators that may be recomputed although the step writes to the running statistics that they read, each with the
-# position of its argument `training`: if it is True, the old statistics are ignored, and the new ones used only once.
-_TRAINING_ARGUMENT = {
-    torch.ops.aten._native_batch_norm_legit_functional.default: 5,
-}
+# This operator may be recomputed although the step writes to the running statistics that it reads: if its argument
+# `training`, at this position, is True, the old statistics are ignored, and the new ones used only once.
+_BATCH_NORM, _TRAINING = torch.ops.aten._native_batch_norm_legit_functional.default, 5
 
 # Draws of seeds are saved: they are a few bytes, and random values are recomputed from them.
 _DRAWS_SEEDS = "prims.inductor_seeds"
 
-_KEEPS_ALL = PassedOn(frozenset())
 PASSED_OUTPUTS, PASSED_GRADIENTS, GIVEN = "passed_outputs", "passed_gradients", "given_by_other_regions"
 """The names of ops of one region among several that stand for other code. Outputs that the region passes on live until
 the first, gradients until the second; the third makes the inputs that are outputs of earlier regions."""
@@ -57,8 +53,7 @@ def price(
         joint: the graph, with fake tensors in `meta["val"]`.
         forward_outputs: how many of its results are the forward's; the others are gradients.
         price_of: the seconds and workspace of a node.
-        use: what the step does with the graph's inputs and results.
-    """
+        use: what the step does with the graph's inputs and results."""
     return _Pricer(joint, forward_outputs, price_of, use).run()
 
 
@@ -70,74 +65,65 @@ class _Pricer:
     forward_outputs: int
     price_of: Callable[[fx.Node], NodePrice]
     use: GraphUse
-    reduced: dict[fx.Node, list[tuple[Reduction, frozenset[int]]]] = field(default_factory=dict)
-    placed: dict[fx.Node, list[PlacedParameterStep]] = field(default_factory=dict)
-    stepped_by: set[int] = field(default_factory=set)
-    """Storages of gradients that a parameter's step reads last and frees."""
-    kept: set[int] = field(default_factory=set)
-    """Storages that live to the end of the step."""
-    lent: set[int] = field(default_factory=set)
-    """Storages of outputs that are passed on."""
-    forward_only: dict[int, int] = field(default_factory=dict)
-    """Position of an output that is held in the call's forward only → the number of its storage in the graph."""
-    given_on: set[int] = field(default_factory=set)
-    """Storages of gradients that live to the end of the backward."""
     tangents: set[int] = field(default_factory=set)
     """Storages of the outputs' gradients of one of several regions, which live to the end of its backward."""
     listed: list[Storage] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
     number: dict[int, int] = field(default_factory=dict)
     """Number of a storage in the graph → its position in `listed`."""
-    ops: list[Op] = field(default_factory=list)
-    nodes: list[str] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
-    values: list[str] = field(default_factory=list)
+    ops: list[tuple[Op, str, str]] = field(default_factory=list)
+    """Each op with the name of its node and its module path; both are "" for an op that stands for no node."""
     priced_steps: dict[int, PricedParameterStep] = field(default_factory=dict)
     op_of: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.graph = self.joint.graph
-        self.storages: Storages = find_storages(self.graph, self.use.fused, self.use.reuses)
+        graph, use = self.joint.graph, self.use
+        self.storages: Storages = find_storages(graph, use.fused, use.reuses)
+        self.results = graph_results(graph)
+        self.inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
         self.resident = {
             index
             for index, block in enumerate(self.storages.blocks)
             if block.maker.op in ("placeholder", "get_attr") and not is_tangent(block.maker)
         }
-        self.mutated = {
-            index
-            for node in self.graph.nodes
-            if node.op == "call_function" and is_mutation(node)
-            for index in self.storages.of[node]
-        }
-        given = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
-        self.mutated.update(
-            index for number in self.use.overwritten for index in self.storages.of.get(given[number], ())
-        )
-        self.results = graph_results(self.graph)
+        writers = [node for node in graph.nodes if node.op == "call_function" and is_mutation(node)]
+        self.mutated = {index for node in writers for index in self.storages.of[node]}
+        self.mutated.update(index for number in use.overwritten for index in self.storages_of_input(number))
+        self.forward, self.backward = split_halves(graph, use.fused)
+        self.placed = steps_after(graph, self.storages, use.steps, self.backward)
+        placed = [step for steps in self.placed.values() for step in steps]
+        # The storages of gradients that a parameter's step reads last and frees.
+        self.stepped_by = {step.storage for step in placed}
+        self.reduced = reductions_after(use.reductions, self.results, self.storages, self.backward)
+        reduced = [reduction for pairs in self.reduced.values() for reduction, _ in pairs]
+        self.passed_on = use.passed_on or PassedOn(frozenset())
+        gone = {*use.accumulated, *use.released, *self.passed_on.results, *(step.position for step in placed)}
+        gone = gone.union(*(reduction.positions for reduction in reduced))
+        # The storages that live to the end of the step, and those of outputs that are passed on: of all, and of those
+        # that are held beyond the call's forward.
+        self.kept = self.of_results(set(range(len(self.results))) - gone)
+        outputs = set(range(self.forward_outputs))
+        self.lent = self.passed_on_among(outputs)
+        self.held = self.passed_on_among(outputs.difference(self.passed_on.forward_only))
+        # The storages of gradients that live to the end of the backward.
+        self.given_on = self.passed_on_among(range(self.forward_outputs, len(self.results)))
 
     def run(self) -> PricedGraph:
-        forward, backward = split_halves(self.graph, self.use.fused)
-        self.placed = steps_after(self.graph, self.storages, self.use.steps, backward)
-        self.stepped_by = {step.storage for steps in self.placed.values() for step in steps}
-        self.reduced = reductions_after(self.use.reductions, self.results, self.storages, backward)
-        self.kept = self.kept_results()
-        outputs, passed_on = range(self.forward_outputs), self.use.passed_on or _KEEPS_ALL
-        self.lent = self.passed_on_among(outputs)
-        held = self.passed_on_among(set(outputs).difference(passed_on.forward_only))
-        self.forward_only = self.storages_at(passed_on.forward_only, self.lent - held)
-        self.given_on = self.passed_on_among(range(self.forward_outputs, len(self.results)))
-        paths = {node: module_path(node) for node in (*forward, *backward)}
-        blocks = number_blocks([paths[node] for node in forward])
-        given = self.add_given(passed_on.given)
+        paths = {node: module_path(node) for node in (*self.forward, *self.backward)}
+        blocks = number_blocks([paths[node] for node in self.forward])
+        given = self.add_given(self.passed_on.given)
         self.add_hosted()
-        for node in forward:
-            if is_random(node):
+        for node in self.forward:
+            recomputable = self.recomputable(node)
+            if recomputable and is_random(node):
                 self.add_generator_state(node)
-            self.add(node, paths[node], blocks.get(paths[node], -1), self.recomputable(node))
-        self.add_return()
+            self.add(node, paths[node], blocks.get(paths[node], -1), recomputable)
+        # Results that the caller drops when the backward begins are alive until the forward ends.
+        self.add_end(RETURN_OUTPUTS, self.of_results(self.use.released) - self.resident - self.kept)
         forward_ops = len(self.ops)
         self.add_tangents()
-        self.add_end(PASSED_OUTPUTS, held)
-        for node in backward:
+        self.add_end(PASSED_OUTPUTS, self.held)
+        for node in self.backward:
             self.add(node, paths[node], -1, recomputable=False)
             for step in self.placed.get(node, ()):
                 self.add_step(step)
@@ -146,147 +132,120 @@ class _Pricer:
         self.add_hand_over()
         if self.use.passed_on is not None:
             self.add_end(PASSED_GRADIENTS, self.given_on | self.tangents)
-        problem = RematProblem(tuple(self.ops), tuple(self.listed), forward_ops)
-        steps = MappingProxyType(self.priced_steps)
-        read = {at: self.number[index] for at, index in self.forward_only.items() if index in self.number}
-        columns = tuple(self.nodes), tuple(self.modules), tuple(self.values)
-        return PricedGraph(problem, *columns, steps, read, given, tuple(sorted(self.use.hosted)))
+        ops, nodes, modules = zip(*self.ops, strict=True)
+        problem = RematProblem(ops, tuple(self.listed), forward_ops)
+        outputs = {
+            position: self.number[index]
+            for position in self.passed_on.forward_only
+            for index in self.storages.of.get(self.results[position], ())
+            if index in self.lent - self.held and index in self.number
+        }
+        hosted = tuple(sorted(self.use.hosted))
+        return PricedGraph(problem, nodes, modules, tuple(self.values), self.priced_steps, outputs, given, hosted)
 
-    def storages_at(self, positions: Collection[int], among: set[int]) -> dict[int, int]:
-        """Position → number of a storage, for the results at these positions that lie in a storage of `among`."""
-        nodes = ((position, self.results[position]) for position in positions)
-        found = ((at, self.storages.of.get(node, ())) for at, node in nodes if isinstance(node, fx.Node))
-        return {at: index for at, indices in found for index in indices if index in among}
+    def storages_of_input(self, number: int) -> tuple[int, ...]:
+        return self.storages.of.get(self.inputs[number], ())
+
+    def of_results(self, positions: Iterable[int]) -> set[int]:
+        """The storages of the results at these positions."""
+        return {index for at in positions for index in self.storages.of.get(self.results[at], ())}
+
+    def passed_on_among(self, positions: Collection[int]) -> set[int]:
+        """The storages of those results at these positions that are passed on before the end of the step."""
+        return self.of_results(self.passed_on.results.intersection(positions)) - self.kept - self.resident
+
+    def list_one(self, storage: Storage, value: str = "") -> int:
+        """List a storage, which the tensor of the node named `value` fills; return its position in `listed`."""
+        self.listed.append(storage)
+        self.values.append(value)
+        return len(self.listed) - 1
+
+    def append(self, name: str, reads: Iterable[int] = (), makes: Iterable[int] = (), workspace_bytes: int = 0) -> None:
+        """Append an op that takes no time and stands for no node."""
+        self.ops.append((Op(name, 0.0, tuple(reads), tuple(makes), workspace_bytes, recomputable=False), "", ""))
 
     def add_given(self, numbers: Collection[int]) -> dict[int, int]:
         """Append the op that stands for the regions whose outputs are the inputs of these numbers, if there are any.
 
         It makes a storage without bytes for each such input, which the ops that read the input read: so a schedule
-        shows where the input is needed. Returns number of an input → position of that storage in `listed`.
-        """
-        nodes = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
-        indices = ((number, index) for number in numbers for index in self.storages.of.get(nodes[number], ()))
+        shows where the input is needed. Returns number of an input → position of that storage in `listed`."""
+        indices = ((number, index) for number in numbers for index in self.storages_of_input(number))
         linked = {number: index for number, index in indices if index not in self.mutated}
         for number, index in linked.items():
-            self.number[index] = len(self.listed)
-            self.listed.append(Storage(f"given_{number}", 0, movable=False))
-            self.values.append("")
+            self.number[index] = self.list_one(Storage(f"given_{number}", 0, movable=False))
             self.resident.discard(index)
+        found = {number: self.number[index] for number, index in linked.items()}
         if linked:
-            made = tuple(self.number[index] for index in linked.values())
-            self.append(Op(GIVEN, 0.0, (), made, recomputable=False))
-        return {number: self.number[index] for number, index in linked.items()}
+            self.append(GIVEN, makes=found.values())
+        return found
 
     def add_hosted(self) -> None:
-        """Append, for each input that lies on the host, an op that makes its storage; then an op named "begin", at
-        which the inputs that are read first are copied to the device."""
-        nodes = [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        """Append an op for each input on the host that makes its storage; then "begin", when the first are copied."""
         for number in sorted(self.use.hosted):
-            (index,) = self.storages.of[nodes[number]]
+            (index,) = self.storages_of_input(number)
             self.resident.discard(index)
-            self.number[index] = len(self.listed)
-            name, nbytes = nodes[number].name, self.rounded(self.storages.bytes[index])
-            self.listed.append(Storage(name, nbytes, home=True))
-            self.values.append(name)
-            self.append(Op(f"{name}_on_host", 0.0, (), (self.number[index],), recomputable=False))
+            name, nbytes = self.inputs[number].name, self.rounded(self.storages.bytes[index])
+            self.number[index] = self.list_one(Storage(name, nbytes, home=True), name)
+            self.append(f"{name}_on_host", makes=[self.number[index]])
         if self.use.hosted:
-            self.append(Op("begin", 0.0, (), (), recomputable=False))
-
-    def passed_on_among(self, positions: Collection[int]) -> set[int]:
-        """The storages of those results at these positions that are passed on to other code, without those that live to
-        the end of the step."""
-        passed_on = (self.use.passed_on or _KEEPS_ALL).results.intersection(positions)
-        nodes = [self.results[position] for position in passed_on]
-        found = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
-        return found - self.kept - self.resident
+            self.append("begin")
 
     def add_end(self, name: str, storages: set[int]) -> None:
         """Append an op that reads these storages, so that they live until then; no op where none is listed."""
-        if reads := tuple(self.number[index] for index in sorted(storages) if index in self.number):
-            self.append(Op(name, 0.0, reads, (), recomputable=False))
-
-    def kept_results(self) -> set[int]:
-        """Storages of the results that are alive to the end of the step."""
-        gone = {
-            *self.use.accumulated,
-            *self.use.released,
-            *(self.use.passed_on or _KEEPS_ALL).results,
-            *(step.position for steps in self.placed.values() for step in steps),
-            *(at for placed in self.reduced.values() for reduction, _ in placed for at in reduction.positions),
-        }
-        return {
-            index
-            for position, node in enumerate(self.results)
-            if isinstance(node, fx.Node) and position not in gone
-            for index in self.storages.of.get(node, ())
-        }
+        if reads := [self.number[index] for index in sorted(storages) if index in self.number]:
+            self.append(name, reads)
 
     def add_step(self, step: PlacedParameterStep) -> None:
         """Append the optimizer's step of one parameter."""
         after = frozenset(self.op_of[node] for node in step.before if node in self.op_of)
         self.priced_steps[len(self.ops)] = PricedParameterStep(step.number, after)
-        name = f"step_of_input_{step.number}"
-        self.append(
-            Op(name, 0.0, (self.number[step.storage],), (), self.rounded(step.workspace_bytes), recomputable=False)
-        )
+        workspace = self.rounded(step.workspace_bytes)
+        self.append(f"step_of_input_{step.number}", [self.number[step.storage]], workspace_bytes=workspace)
 
     def add_reduction(self, reduction: Reduction, gradients: frozenset[int]) -> None:
         """Append the op in which a group's gradients are reduced; of the result each card keeps its share."""
-        reads = tuple(sorted({self.number[index] for index in gradients if index in self.number}))
-        made: tuple[int, ...] = ()
+        reads = sorted({self.number[index] for index in gradients if index in self.number})
+        made = []
         if reduction.made_bytes:
-            made = (len(self.listed),)
-            self.listed.append(Storage(reduction.name, self.rounded(reduction.made_bytes), kept=True, movable=False))
-            self.values.append("")
-        workspace = self.rounded(reduction.buffer_bytes)
-        self.append(Op(reduction.name, 0.0, reads, made, workspace_bytes=workspace, recomputable=False), "", "")
+            share = Storage(reduction.name, self.rounded(reduction.made_bytes), kept=True, movable=False)
+            made.append(self.list_one(share))
+        self.append(reduction.name, reads, made, self.rounded(reduction.buffer_bytes))
 
     def add(self, node: fx.Node, path: str, block: int, recomputable: bool) -> None:
         """Append the op of a node, which lies in the module `path` and in the repeated block number `block`, or -1."""
         price = self.price_of(node)
         self.op_of[node] = len(self.ops)
         reads = [self.number[index] for index in self.storages.read_by(node) if index not in self.resident]
+        # To recompute a random op, the generator's present state is saved meanwhile.
+        set_aside = 0
         if recomputable and is_random(node):
             reads.append(len(self.listed) - 1)
+            set_aside = _device(node).generator_state_bytes
         made = self.storages.made_by(node)
         surplus = max(0, price.output_bytes - sum(self.storages.bytes[index] for index in made))
         makes = tuple(self.list_storage(index, surplus if index == made[0] else 0) for index in made)
-        # To recompute a random op, the generator's present state is saved meanwhile.
-        set_aside = _device(node).generator_state_bytes if recomputable and is_random(node) else 0
-        self.append(
-            Op(
-                name=node.name,
-                seconds=price.seconds,
-                reads=tuple(dict.fromkeys(reads)),
-                makes=makes,
-                workspace_bytes=self.rounded(price.workspace_bytes) + self.rounded(set_aside),
-                recomputable=recomputable,
-                block=block,
-                attention=is_attention_core(node, path),
-                calls=numbered_calls(price.calls, self.storages.of.get(node, ()), made),
-            ),
-            node.name,
-            path,
+        op = Op(
+            name=node.name,
+            seconds=price.seconds,
+            reads=tuple(dict.fromkeys(reads)),
+            makes=makes,
+            workspace_bytes=self.rounded(price.workspace_bytes) + self.rounded(set_aside),
+            recomputable=recomputable,
+            block=block,
+            attention=is_attention_core(node, path),
+            calls=numbered_calls(price.calls, self.storages.of.get(node, ()), made),
         )
-
-    def append(self, op: Op, node: str = "", path: str = "") -> None:
-        """Append an op, the name of its node and its module path; both are "" for an op that stands for no node."""
-        self.ops.append(op)
-        self.nodes.append(node)
-        self.modules.append(path)
+        self.ops.append((op, node.name, path))
 
     def list_storage(self, index: int, surplus_bytes: int = 0) -> int:
-        """List a storage of the graph, with `surplus_bytes` beyond what its shape says; return its position in
-        `listed`."""
-        maker, own_bytes = self.storages.blocks[index].maker, self.storages.bytes[index]
-        self.number[index] = len(self.listed)
+        """List a storage of the graph, with `surplus_bytes` beyond its shape; return its position in `listed`."""
+        own_bytes = self.storages.bytes[index]
         written = index in self.mutated or index in self.storages.written_over or index in self.stepped_by
         lent = index in self.lent or index in self.given_on  # a copy on the host frees nothing: eager code holds them
         fixed = written or lent or own_bytes < self.use.least_moved_bytes
         value = "" if fixed else self.value_of(index)
-        nbytes = self.rounded(own_bytes + surplus_bytes)
-        self.listed.append(Storage(maker.name, nbytes, kept=index in self.kept, movable=bool(value)))
-        self.values.append(value)
+        name, nbytes = self.storages.blocks[index].maker.name, self.rounded(own_bytes + surplus_bytes)
+        self.number[index] = self.list_one(Storage(name, nbytes, index in self.kept, movable=bool(value)), value)
         return self.number[index]
 
     def value_of(self, index: int) -> str:
@@ -298,55 +257,40 @@ class _Pricer:
         return next((node.name for node in nodes if self.storages.of.get(node) == (index,)), "")
 
     def add_generator_state(self, node: fx.Node) -> None:
-        """Append the op that saves the generator's state for a random node that may be recomputed. The schedule
-        decides how long the state is kept."""
-        if not self.recomputable(node):
-            return
-        state_bytes = self.rounded(_device(node).generator_state_bytes)
-        self.listed.append(Storage(f"{node.name}_state", state_bytes, movable=False))
-        self.values.append("")
-        self.append(Op(f"{node.name}_state", 0.0, (), (len(self.listed) - 1,), recomputable=False))
-
-    def add_return(self) -> None:
-        """Append the op that holds the released results (`GraphUse.released`) until the end of the forward, if any."""
-        nodes = (self.results[position] for position in self.use.released)
-        held = {index for node in nodes if isinstance(node, fx.Node) for index in self.storages.of.get(node, ())}
-        if reads := tuple(self.number[index] for index in sorted(held - self.resident - self.kept)):
-            self.append(Op(RETURN_OUTPUTS, 0.0, reads, (), recomputable=False))
+        """Append the op that saves the generator's state for a recomputable random node, until it is read last."""
+        name, nbytes = f"{node.name}_state", self.rounded(_device(node).generator_state_bytes)
+        self.append(name, makes=[self.list_one(Storage(name, nbytes, movable=False))])
 
     def add_tangents(self) -> None:
         """Append the ops that make the gradients of the outputs, which autograd holds until the end of the backward."""
-        for node in self.graph.nodes:
-            if is_tangent(node):
-                (self.kept if self.use.passed_on is None else self.tangents).update(self.storages.of[node])
-                makes = tuple(self.list_storage(index) for index in self.storages.of[node])
-                self.append(Op(node.name, 0.0, (), makes, recomputable=False))
+        for node in filter(is_tangent, self.joint.graph.nodes):
+            (self.kept if self.use.passed_on is None else self.tangents).update(self.storages.of[node])
+            self.append(node.name, makes=[self.list_storage(index) for index in self.storages.of[node]])
 
     def add_hand_over(self) -> None:
         """Append the op in which autograd sets `.grad`, at the end of the backward.
 
         A gradient with the parameter's strides becomes `.grad` itself. Others are copied one after the other, and the
         copy of an expanded gradient is larger than the original. Where parameters are stepped in the backward, those
-        that could not be stepped earlier are stepped here.
-        """
-        inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+        that could not be stepped earlier are stepped here."""
         gradients = dict(enumerate(self.results[self.forward_outputs :]))
         receivers = {number: number for number in gradients} if self.use.receivers is None else self.use.receivers
-        pairs = [(inputs[number], gradients[position]) for position, number in receivers.items()]
+        pairs = [(self.inputs[number].meta["val"], gradients[position]) for position, number in receivers.items()]
         copied = [
-            (self.rounded(self.storages.bytes[index]), self.rounded(storage_bytes(given.meta["val"])))
+            (self.rounded(self.storages.bytes[index]), self.rounded(storage_bytes(given)))
             for given, gradient in pairs
-            if isinstance(gradient, fx.Node) and _is_tensor(gradient) and _strides(gradient) != _strides(given)
+            if isinstance(gradient, fx.Node) and isinstance(made := gradient.meta.get("val"), torch.Tensor)
+            if made.stride() != given.stride()
             for index in self.storages.of[gradient]
             if index in self.kept
         ]
         growth = sum(max(0, copy - original) for original, copy in copied)
         largest = max((original for original, _ in copied), default=0)
         done = {step.number for step in self.priced_steps.values()}
-        given = {number for position, number in receivers.items() if gradients[position] is not None}
-        workspaces = (nbytes for number, nbytes in self.use.steps.workspaces.items() if number in given - done)
+        left = {number for position, number in receivers.items() if gradients[position] is not None} - done
+        workspaces = (nbytes for number, nbytes in self.use.steps.workspaces.items() if number in left)
         workspace = growth + largest + self.rounded(max(workspaces, default=0))
-        self.append(Op("hand_over_gradients", 0.0, (), (), workspace_bytes=workspace, recomputable=False))
+        self.append("hand_over_gradients", workspace_bytes=workspace)
 
     def rounded(self, nbytes: int) -> int:
         """Bytes of the blocks that the allocator gives for `nbytes`."""
@@ -361,18 +305,8 @@ class _Pricer:
             return False
         if str(node.target).startswith(_DRAWS_SEEDS) or not self.lent.isdisjoint(self.storages.made_by(node)):
             return False
-        reads_mutated = not self.mutated.isdisjoint(self.storages.read_by(node))
-        position = _TRAINING_ARGUMENT.get(node.target)  # type: ignore[call-overload]
-        trains = position is not None and node.args[position] is True
-        return trains or not reads_mutated
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _strides(node: fx.Node) -> tuple[int, ...]:
-    return node.meta["val"].stride()
+        trains = node.target is _BATCH_NORM and node.args[_TRAINING] is True
+        return trains or self.mutated.isdisjoint(self.storages.read_by(node))
 
 
 def _device(node: fx.Node) -> Device:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -23,10 +22,9 @@ from passes.graphs.node_facts import graph_results, is_tangent
 class ParameterSteps:
     """The parameters of a region that the optimizer steps within its backward; by default none."""
 
-    inside: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Position of the gradient among the results → number of the parameter among the inputs, for parameters that may be
-    stepped before the backward ends."""
-    workspaces: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    inside: Mapping[int, int] = field(default_factory=dict)
+    """Position of the gradient among the results → number of a parameter that may be stepped early."""
+    workspaces: Mapping[int, int] = field(default_factory=dict)
     """Number of the parameter among the inputs → bytes that its step takes beside it, its gradient and its state."""
 
 
@@ -34,15 +32,10 @@ class MemoryUses:
     """Which nodes of a joint graph read which storages; nodes that no schedule names, such as views, are included."""
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
-        self.storages = storages
-        self.readers = storages.readers
-        output = graph.output_node()
-        results = graph_results(graph)
-        self.output = output
-        self.results: list[Any] = list(results)
-        self.inputs = [node for node in graph.nodes if node.op == "placeholder" and not is_tangent(node)]
-        nodes = (result for result in results if isinstance(result, fx.Node))
-        self.returned = Counter(index for node in nodes for index in storages.of.get(node, ()))
+        self.storages, self.readers = storages, storages.readers
+        self.output, self.results = graph.output_node(), graph_results(graph)
+        self.inputs = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        self.returned = Counter(index for result in self.results for index in storages.of.get(result, ()))
 
     def before_step(self, position: int, number: int) -> list[fx.Node] | None:
         """The nodes that must run before the optimizer steps the parameter at input `number` with the gradient at
@@ -65,8 +58,7 @@ class MemoryUses:
 
 def hostable(graph: fx.Graph, numbers: Collection[int], least_bytes: int) -> dict[int, int]:
     """The bytes of those inputs among `numbers` that may lie on the host, by input number, in the order in which they
-    are first read. The graph must read them, and neither write to them nor return their memory; inputs below
-    `least_bytes` are left out."""
+    are first read. The graph must only read them; inputs below `least_bytes` are left out."""
     storages = find_storages(graph)
     uses = MemoryUses(graph, storages)
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -100,8 +92,7 @@ class PlacedParameterStep:
 def steps_after(
     graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[PlacedParameterStep]]:
-    """For each node of `backward` (in program order), the parameters that the optimizer may step right after the node,
-    because it is the last of the nodes that must run before the step."""
+    """For each node of `backward`, in order, the parameters that the optimizer may step right after it."""
     if not steps.inside:
         return {}
     uses = MemoryUses(graph, storages)
@@ -137,8 +128,7 @@ class Reduction:
 def reductions_after(
     reductions: Collection[Reduction], results: Sequence[Any], storages: Storages, backward: Sequence[fx.Node]
 ) -> dict[fx.Node, list[tuple[Reduction, frozenset[int]]]]:
-    """For each node of `backward` (in program order), the reductions that run right after it, each with the storages of
-    its gradients. Reductions for which the backward computes no gradient are left out."""
+    """For each node of `backward`, in order, the reductions right after it, with their gradients' storages."""
     if not reductions:
         return {}
     order = {node: number for number, node in enumerate(backward)}
@@ -161,11 +151,9 @@ class NodePrice:
     seconds: float
     workspace_bytes: int
     output_bytes: int = 0
-    """Bytes that its results hold as measured, where that is more than their shapes say (a loss reduced in place keeps
-    the memory of its elements); else 0."""
+    """Bytes that its results hold as measured, if more than by shape (a loss reduced in place); else 0."""
     calls: tuple[BlockCall, ...] = ()
-    """The allocator's calls within the evaluation, the results' blocks numbered as the node returns them; empty where
-    they are not known (`Op.calls`)."""
+    """The allocator's calls within it, its results' blocks numbered as returned; empty where not known (`Op.calls`)."""
 
 
 def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Sequence[int]) -> tuple[BlockCall, ...]:
@@ -175,8 +163,7 @@ def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Seq
 
     Args:
         results: the storage of each of the node's results.
-        made: the storages among `results` that the node makes.
-    """
+        made: the storages among `results` that the node makes."""
     places = {number: made.index(storage) for number, storage in enumerate(results) if storage in made}
     beyond = len(made) - len(results)
     return tuple(
@@ -188,12 +175,10 @@ def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Seq
 
 @dataclass(frozen=True)
 class PassedOn:
-    """What one of several regions of a call exchanges with other code: results that other code reads, and inputs that
-    are outputs of earlier regions."""
+    """What one of several regions exchanges with other code: results, and inputs that are outputs of other regions."""
 
     results: frozenset[int]
-    """Positions, among all results of its joint graph, of outputs that are held at most until its backward begins, and
-    of gradients that belong to other code once that backward ends."""
+    """Positions of outputs held until its backward begins, and of gradients that other code has afterwards."""
     forward_only: Collection[int] = ()
     """Those of the outputs that nobody holds any more once the call's forward is over."""
     given: Collection[int] = ()
@@ -212,8 +197,7 @@ class PricedParameterStep:
 
 @dataclass(frozen=True)
 class PricedGraph:
-    """A joint graph as a problem of the solver. `nodes[i]` is the name of the node that op `i` of the problem
-    evaluates, "" for an op without one."""
+    """A joint graph as a problem of the solver. `nodes[i]` is the name of op `i`'s node, "" for an op without one."""
 
     problem: RematProblem
     nodes: tuple[str, ...]
@@ -221,22 +205,19 @@ class PricedGraph:
     """The module path of each op, "" where none is known."""
     values: tuple[str, ...] = ()
     """For each storage the node whose tensor it is, "" for one that cannot be offloaded (`Storage.movable`)."""
-    steps: Mapping[int, PricedParameterStep] = field(default_factory=lambda: MappingProxyType({}))
-    """The parameter steps, by the number of their op; read-only."""
-    outputs: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    """For one of several regions, position of an output that is held in the call's forward only → the number of its
-    storage in the problem."""
-    given: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Number of an input that is an output of another region → the number of a storage of no bytes, which the ops that
-    read the input read."""
+    steps: Mapping[int, PricedParameterStep] = field(default_factory=dict)
+    """The parameter steps, by the number of their op."""
+    outputs: Mapping[int, int] = field(default_factory=dict)
+    """For one of several regions, position of an output held in the call's forward only → its storage's number."""
+    given: Mapping[int, int] = field(default_factory=dict)
+    """Number of an input that is another region's output → number of a storage of no bytes, read where the input is."""
     hosted: tuple[int, ...] = ()
     """The numbers of the inputs that lie on the host, and are copied to the device before they are read."""
 
 
 @dataclass(frozen=True)
 class GraphUse:
-    """How a step uses a joint graph's inputs and results; by default the graph is the whole step, and results stay to
-    its end."""
+    """How a step uses a joint graph's inputs and results; by default the graph is the whole step."""
 
     accumulated: Collection[int] = ()
     """Positions, among all results, of the gradients that are added to an existing `.grad` as soon as they are made."""
@@ -247,8 +228,7 @@ class GraphUse:
     block_bytes: int = 1
     """Memory is allocated in multiples of this."""
     steps: ParameterSteps = field(default_factory=ParameterSteps)
-    """The parameters stepped within the backward: each as soon as neither it nor its gradient is read any more where
-    that is possible, the others at the end, one after the other."""
+    """The parameters stepped within the backward, as soon as possible or one by one at its end."""
     reuses: Collection[FoundReuse] = ()
     """The calls of the backward whose results take an operand's memory."""
     released: Collection[int] = ()
@@ -258,8 +238,7 @@ class GraphUse:
     overwritten: Collection[int] = ()
     """The numbers of the inputs that are overwritten by the end of the forward: what reads one is not recomputed."""
     reductions: Collection[Reduction] = ()
-    """The groups of gradients that are reduced over the cards of a cluster, each as soon as its last gradient is made.
-    One card's share of the result then takes the place of the gradients."""
+    """The groups of gradients that are reduced over cards when complete, each card keeping its share."""
     decisions: frozenset[fx.Node] = frozenset()
     """Nodes of the forward that are never recomputed, since a second evaluation might decide otherwise."""
     hosted: Collection[int] = ()
@@ -282,8 +261,7 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]
             after the call's last backward; the first region gets an op for it, since its backward is the last.
             `before_backward` is the most held from the end of the last region's forward to the end of the call's
             forward; the last region gets an op for it. `during` is held from the end of the call's forward until the
-            last region's backward; the last region gets a storage for it.
-    """
+            last region's backward; the last region gets a storage for it."""
     problem, own, around = priced.problem, eager[number], eager[-1]
     last = number == len(eager) - 2
     forward, backward, held = (len(problem.storages) + more for more in range(3))
@@ -302,38 +280,16 @@ def with_eager(priced: PricedGraph, number: int, eager: Sequence[EagerCodeBytes]
     after = [_op(reads=(backward,))]
     if number == 0:
         after.append(_op(workspace_bytes=around.before))
-    split = problem.forward_ops + (problem.tangents if last else 0)  # its tangents come before the backward begins
-    pieces = (before, (0, problem.forward_ops), between, (problem.forward_ops, split), back, (split, None), after)
-    ops, nodes, modules = _joined(pieces, priced)
-    problem = replace(
-        problem,
-        ops=ops,
-        storages=(*problem.storages, *storages),
-        forward_ops=problem.forward_ops + len(before) + len(between),
-    )
+    end = problem.forward_ops
+    split = end + (problem.tangents if last else 0)  # its tangents come before the backward begins
+    inside = list(zip(problem.ops, priced.nodes, priced.modules, strict=True))
+    rows = [*before, *inside[:end], *between, *inside[end:split], *back, *inside[split:], *after]
+    ops, nodes, modules = zip(*rows, strict=True)
+    problem = RematProblem(ops, (*problem.storages, *storages), end + len(before) + len(between))
     values = (*priced.values, *("" for _ in storages))
     return replace(priced, problem=problem, nodes=nodes, modules=modules, values=values)
 
 
-def _joined(
-    pieces: Iterable[list[Op] | tuple[int, int | None]], priced: PricedGraph
-) -> tuple[tuple[Op, ...], tuple[str, ...], tuple[str, ...]]:
-    """The ops of `pieces`, with their nodes and modules. A piece is a range of the region's own ops, or ops of eager
-    code, which have neither."""
-    ops: list[Op] = []
-    nodes: list[str] = []
-    modules: list[str] = []
-    for piece in pieces:
-        if isinstance(piece, tuple):
-            ops += priced.problem.ops[slice(*piece)]
-            nodes += priced.nodes[slice(*piece)]
-            modules += priced.modules[slice(*piece)]
-        else:
-            ops += piece
-            nodes += [""] * len(piece)
-            modules += [""] * len(piece)
-    return tuple(ops), tuple(nodes), tuple(modules)
-
-
-def _op(reads: tuple[int, ...] = (), makes: tuple[int, ...] = (), workspace_bytes: int = 0) -> Op:
-    return Op(EAGER, 0.0, reads, makes, workspace_bytes, recomputable=False)
+def _op(reads: tuple[int, ...] = (), makes: tuple[int, ...] = (), workspace_bytes: int = 0) -> tuple[Op, str, str]:
+    """An op of eager code, which has neither a node nor a module."""
+    return Op(EAGER, 0.0, reads, makes, workspace_bytes, recomputable=False), "", ""

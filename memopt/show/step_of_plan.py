@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, resident_rows
+from memopt.account.breakdown import ANY_LINK, kind_of
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts, operator_name
 from memopt.planning.joined import Joined
@@ -49,11 +49,11 @@ def _memory(
         what = numbers[problem.producer[offload.storage]], problem.storages[offload.storage].bytes
         copies += [Copy(*what, True, *out), Copy(*what, False, *back)]
     return StepMemory(
-        resident={row: nbytes for row, nbytes in resident_rows(account).items() if nbytes},
+        resident={row: nbytes for row, nbytes in account.resident_rows.items() if nbytes},
         evaluations=tuple(evaluations),
         boundary=forward_evaluations(problem, schedule),
         ranges=tuple(sorted(ranges, key=lambda kept: kept.first)),
-        optimizer={row: nbytes for row, nbytes in optimizer_rows(account, problem.output_bytes).items() if nbytes},
+        optimizer={row: nbytes for row, nbytes in account.optimizer_rows(problem.output_bytes).items() if nbytes},
         seconds=sum(problem.ops[op].seconds for op in schedule.evaluations) + times.stall_seconds,
         copies=tuple(sorted(copies, key=lambda copy: copy.start)),
     )

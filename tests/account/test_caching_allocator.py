@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.account.caching_allocator import CachingAllocator, CardFullError, rounded_bytes
+from memopt.account.caching_allocator import CachingAllocator, CardFullError
+from memopt.account.card_state import rounded_bytes
 
 MB = 1024**2
 

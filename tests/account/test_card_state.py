@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from memopt.account.allocator_replay import StepBlocks, replay
 from memopt.account.caching_allocator import _ABOVE, CachingAllocator, CardFullError
-from memopt.account.card_snapshot import _Owners, state_of
-from memopt.account.card_state import CardState, HeldSegment, Kind, merged
+from memopt.account.card_state import CardState, HeldSegment, Kind, _Owners, merged, state_of
 from memopt.disk_cache import as_json, value_from
 from memopt.solver.problem import BlockCall
 

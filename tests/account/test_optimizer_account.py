@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from memopt.account import optimizer_account as optimizer_account_module
-from memopt.account.caching_allocator import rounded_bytes
+from memopt.account.card_state import rounded_bytes
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.meter import measure_peak
 from tests.marks import slow

@@ -14,6 +14,7 @@ from memopt.account import plain_count
 from memopt.account.eager_bytes import TensorsTooLarge, ValueIsRead
 from memopt.account.plain_count import READS_MARGIN, PlainStep
 from memopt.account.uncomputed_bytes import UncomputedBytes
+from memopt.compat.autograd import FREED
 from memopt.compat.host import reads_raise, uncomputed
 from memopt.compat.modules import plain_call
 from memopt.device import hardware_of, workspace
@@ -27,9 +28,10 @@ def counts(model: nn.Module, batch: Any, *, gradients_held: bool = False) -> tup
     """The step counted without running its operators, and on fakes."""
     call = ((), batch) if isinstance(batch, dict) else ((batch,), {})
     run, card = plain_call(model), hardware_of(torch.device("cpu"))
+    limits: dict[str, Any] = {"gradients_held": gradients_held, "most_bytes": PLENTY, "graph": FREED}
     return (
-        plain_count._count_uncomputed(model, run, call, gradients_held=gradients_held, most_bytes=PLENTY),
-        plain_count._count_on_fakes(model, run, call, card, gradients_held=gradients_held, most_bytes=PLENTY),
+        plain_count._count_uncomputed(model, run, call, **limits),
+        plain_count._count_on_fakes(model, run, call, card, **limits),
     )
 
 
@@ -231,7 +233,7 @@ def test_parameters_outside_of_the_model_keep_their_gradients(on_fakes: bool) ->
     outside, with_gradient = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
     with_gradient.grad = torch.full((8,), 3.0)
     model = Scaled(lambda values, hidden: outside * with_gradient)
-    limits: dict[str, Any] = {"gradients_held": False, "most_bytes": PLENTY}
+    limits: dict[str, Any] = {"gradients_held": False, "most_bytes": PLENTY, "graph": FREED}
     call = ((torch.ones(4, 8),), {})
     if on_fakes:
         card = hardware_of(torch.device("cpu"))

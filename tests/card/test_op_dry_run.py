@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.account.caching_allocator import rounded_bytes
+from memopt.account.card_state import rounded_bytes
 from memopt.device.hardware import reported_chip
 from memopt.device.op_call import describe
 from memopt.device.workspace import op_dry_run

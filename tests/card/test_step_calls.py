@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import memopt
 from memopt.account.allocator_replay import step_calls
-from memopt.account.caching_allocator import rounded_bytes
+from memopt.account.card_state import rounded_bytes
 from tests.card.card import MB
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from examples.models.card import temporary_bytes
-from memopt.account.caching_allocator import ROUNDING_BYTES
+from memopt.device.cuda import BLOCK_BYTES
 from memopt.device.hardware import reported_chip
 from memopt.device.op_call import describe
 from memopt.device.workspace import estimate_workspace
@@ -113,7 +113,7 @@ def batch_norm(dtype: torch.dtype, seed: int, *, backward: bool) -> Case:
 def test_the_rule_for_batch_normalisation_is_what_torch_allocates(seed: int, backward: bool) -> None:
     op, args = batch_norm(torch.bfloat16 if seed % 2 else torch.float32, seed, backward=backward)
     real, rule = checked(op, args)
-    assert abs(rule - real) <= 4 * ROUNDING_BYTES + UNSPLIT * (rule >= MB)
+    assert abs(rule - real) <= 4 * BLOCK_BYTES + UNSPLIT * (rule >= MB)
 
 
 OPERATORS: dict[str, Callable[[torch.dtype], Case]] = {

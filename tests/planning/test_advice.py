@@ -157,7 +157,7 @@ def test_what_takes_longer_than_a_share_of_the_plan_is_tried_with_the_best_effor
     tokens = SHORT["llama"].batch("usual")
     options: dict[str, Any] = {"precision": "fp32", "allow": {"recompute", "microbatch"}}
     least = smallest_gb(model, tokens, **options)
-    monkeypatch.setattr("memopt.planning.tries._AT_LEAST", 0)
+    monkeypatch.setattr("memopt.planning.plan_search._AT_LEAST", 0)
     found = {}
     for effort in ("fast", "default", "best"):
         captured.clear()

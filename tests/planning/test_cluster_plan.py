@@ -15,7 +15,7 @@ import memopt
 from examples.models.checkpoints import FULL, NOTHING, SELECTIVE
 from examples.models.cluster import CardStep, Job
 from examples.models.llama import LlamaSize
-from memopt.account.breakdown import GRADIENTS
+from memopt.account.account import GRADIENTS
 from memopt.errors import BudgetError, CaptureError
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.plan import Plan
