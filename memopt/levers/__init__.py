@@ -1,4 +1,4 @@
-"""The levers, one a file, the sets of them that plans try, and the price of those on the optimizer."""
+"""The levers, the sets of them that plans try, and the price of those on the optimizer."""
 
 from memopt.capture.operators import Decision, OperatorGraph
 from memopt.levers.all import DEFAULT_LEVERS, LEVERS, OPTIMIZER_LEVERS, levers_named

@@ -24,7 +24,7 @@ from memopt.capture.joint import JointGraph
 from memopt.capture.trace import trained
 from memopt.compat.card_allocator import expandable_segments
 from memopt.device.devices import device_of
-from memopt.levers.expandable_segments import may_expand
+from memopt.levers.decided_elsewhere import may_expand
 from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Buckets, ModelTerms, Situation
