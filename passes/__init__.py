@@ -1,7 +1,6 @@
 """Rewrites of ATen graphs: each pass takes a graph module, returns another one, and checks its result."""
 
-from passes.apply_offloads import ApplyOffloads, HostStay
-from passes.apply_schedule import ApplySchedule
+from passes.apply_schedule import ApplySchedule, HostStay
 from passes.canonicalize import CANONICAL
 from passes.cast_saved import CastSaved
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
@@ -33,7 +32,6 @@ from passes.wait_at_once import WaitAtOnce
 
 __all__ = [
     "CANONICAL",
-    "ApplyOffloads",
     "ApplySchedule",
     "CastSaved",
     "ChunkLoss",
