@@ -6,15 +6,6 @@ from memopt.levers.lever import GraphChange, Lever, OptimizerChange, lever_sets
 from memopt.levers.precision import precision_rewriting
 
 __all__ = [
-    "DEFAULT_LEVERS",
-    "LEVERS",
-    "OPTIMIZER_LEVERS",
-    "Decision",
-    "GraphChange",
-    "Lever",
-    "OperatorGraph",
-    "OptimizerChange",
-    "lever_sets",
-    "levers_named",
-    "precision_rewriting",
-]
+    "DEFAULT_LEVERS", "LEVERS", "OPTIMIZER_LEVERS", "Decision", "GraphChange", "Lever", "OperatorGraph",
+    "OptimizerChange", "lever_sets", "levers_named", "precision_rewriting",
+]  # fmt: skip
