@@ -9,7 +9,6 @@ from passes.canonicalize import (
     RemoveDetach,
     WaitAtOnce,
 )
-from passes.cast_saved import CastSaved
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.forward_writes import ForwardWrites
 from passes.fp8_linears import FoundLinear, Fp8Linears, find_fp8_linears
@@ -25,16 +24,16 @@ from passes.graphs.node_facts import is_pure, is_random
 from passes.graphs.verify import VerifyError
 from passes.insert_casts import InsertCasts
 from passes.merge_casts import MergeCasts
+from passes.narrow_saved import CastSaved, QuantizeSaved
 from passes.patterns.row_segments import RowSegment, find_row_segments
-from passes.quantize_saved import QuantizeSaved
-from passes.reinplace import FoundReuse, Reinplace, find_reuses
+from passes.reinplace import Reinplace, find_reuses
 from passes.rewrite_pattern import Found, RewritePattern
 from passes.sum_in_fp32 import SumInFp32
 from passes.tile_rows import TileRows
 
 __all__ = [
     "CANONICAL", "ApplySchedule", "CastSaved", "ChunkLoss", "EliminateDeadCode", "ForwardWrites", "Found",
-    "FoundLinear", "FoundLoss", "FoundReuse", "Fp8Linears", "FreeFirst", "FuseActivations", "FuseAttention",
+    "FoundLinear", "FoundLoss", "Fp8Linears", "FreeFirst", "FuseActivations", "FuseAttention",
     "FuseNorms", "GraphDiff", "GraphKind", "HoistGetitems", "HostStay", "InsertCasts", "MergeCasts",
     "MergeCommonSubexpressions", "Observer", "Pass", "PassError", "Pipeline", "QuantizeSaved", "Reinplace",
     "RemoveDetach", "RewritePattern", "RowSegment", "SumInFp32", "TileRows", "VerifyError", "WaitAtOnce",

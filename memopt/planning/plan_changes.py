@@ -249,8 +249,8 @@ class _RegionChanges:
             yield self.facts.change(FREED, user, detail=inputs[number].name, nbytes=nbytes, reason=reason)
 
     def in_place(self) -> Iterator[Change]:
-        for reuse in self.region.reuses:
-            yield self.facts.change(IN_PLACE, self.facts.nodes[reuse.name], detail=self._maker(reuse.operand))
+        for call, operand in self.region.reuses:
+            yield self.facts.change(IN_PLACE, self.facts.nodes[call], detail=self._maker(operand))
 
     def _maker(self, name: str) -> str:
         return operator_name(self.facts.nodes[name])
