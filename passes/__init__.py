@@ -23,12 +23,11 @@ from passes.graphs.graph_text import GraphDiff, diff_graphs, format_graph, forma
 from passes.graphs.node_facts import is_pure, is_random
 from passes.graphs.verify import VerifyError
 from passes.insert_casts import InsertCasts
-from passes.merge_casts import MergeCasts
+from passes.merge_casts import MergeCasts, SumInFp32
 from passes.narrow_saved import CastSaved, QuantizeSaved
 from passes.patterns.row_segments import RowSegment, find_row_segments
 from passes.reinplace import Reinplace, find_reuses
 from passes.rewrite_pattern import Found, RewritePattern
-from passes.sum_in_fp32 import SumInFp32
 from passes.tile_rows import TileRows
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes.chunk_rows import rewrite_rows
 from passes.compat import schema_of
 from passes.graph_pass import Pass, copy_graph_module
-from passes.graphs.edit import new_call, on_stored_values
+from passes.graphs.edit import erase_unread, new_call, on_stored_values
 from passes.graphs.node_facts import is_pure
 from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
@@ -20,7 +20,7 @@ from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
 from passes.patterns.row_region import NoLayer, RowRegion, row_region_of, row_seeds
-from passes.rewrite_pattern import NoMatch, check_named, erase_up_to, judged
+from passes.rewrite_pattern import NoMatch, check_named, judged
 
 aten = torch.ops.aten
 
@@ -179,7 +179,12 @@ def _rewrite(match: LossMatch, options: dict[str, Any]) -> None:
     with match.loss.graph.inserting_before(match.loss):
         result = _loss(match, as_rows(source, class_dim, match.linear.width, match.loss), options)
     match.loss.replace_all_uses_with(result)
-    erase_up_to(sources.values(), match.loss, lambda _, source: source in sources or is_pure(source))
+
+    def is_erasable(node: Node) -> bool:
+        goes = node is match.loss or node in sources or is_pure(node)
+        return goes and node.op == "call_function" and node not in sources.values()
+
+    erase_unread([match.loss], is_erasable)
 
 
 def _loss(match: LossMatch, hidden: Node, further: dict[str, Any]) -> Node:

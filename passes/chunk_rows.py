@@ -78,7 +78,7 @@ class _Rewrite:
         for at, layer in enumerate(program.layers):
             linear, stops = self.region.layers[layer.node], f"x{at}" not in learned
             turned = self._call(aten.t.default, linear.weight) if linear.transposed else linear.weight
-            hidden.append(self._detached(self._hidden(layer), stops))
+            hidden.append(self._detached(self._flat(layer, linear.hidden, linear.width), stops))
             weight.append(self._detached(turned, stops))
             if linear.bias is not None:
                 bias.append(self._detached(linear.bias, stops))
@@ -93,10 +93,6 @@ class _Rewrite:
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         return new_call(self.place, target, *args, **kwargs)
-
-    def _hidden(self, layer: RowOperand) -> Node:
-        linear = self.region.layers[layer.node]
-        return self._flat(layer, linear.hidden, linear.width)
 
     def _flat(self, operand: RowOperand, source: Node, width: int) -> Node:
         """Returns the value of an operand as [rows, width], with its rows moved as the operand's steps say."""

@@ -37,18 +37,11 @@ class Private:
         return f"{self.module}.{self.attributes}"
 
 
-def private(
-    module: str,
-    *names: str,
-    call: str | None = None,
-    since: tuple[int, int] = (0, 0),
-    until: tuple[int, int] = (999, 0),
-    needed: bool = True,
-) -> tuple[Private, ...]:
+def private(module: str, *names: str, **facts: Any) -> tuple[Private, ...]:
     """Declares private names of the module `module`, as one `Private` each. Each text in `names` is one or several
-    names, separated by spaces; `call`, `since`, `until` and `needed` are as in `Private`, for all of them. Attributes
-    that only instances have are declared with `needed=False`: they cannot be looked up on the class."""
-    return tuple(Private(module, name, call, since, until, needed) for text in names for name in text.split())
+    names, separated by spaces; `facts` are the fields of `Private` from `call` on, for all of them. Attributes that
+    only instances have are declared with `needed=False`: they cannot be looked up on the class."""
+    return tuple(Private(module, name, **facts) for text in names for name in text.split())
 
 
 Replacement: TypeAlias = tuple[Any, Any, Any]
@@ -65,15 +58,9 @@ def in_own_thread(run: Callable[..., _T], *args: Any) -> _T:
         return worker.submit(run, *args).result()
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
     """Context in which the attribute `name` of `owner` has another value; then its previous value is restored."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return replaced_all([(owner, name, value)])
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Reorders calls so that those that free more memory than they make go first, such as weight gradients."""
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -38,7 +39,7 @@ class FreeFirst(Pass):
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
         memory = _Memory(graph)
-        for run in list(_runs(graph)):
+        for run in _runs(graph):
             calls = [node for node in run if not _follows(node)]
             if calls and (order := _Order(calls, memory)).settle():
                 _emit(order.calls, run)
@@ -50,18 +51,10 @@ def _follows(node: Node) -> bool:
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node)
 
 
-def _runs(graph: Graph) -> Iterator[list[Node]]:
-    """Yields consecutive nodes with the same tag, without inputs and the output."""
-    run: list[Node] = []
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if run and node.meta.get("partitioner_tag") != run[-1].meta.get("partitioner_tag"):
-            yield run
-            run = []
-        run.append(node)
-    if run:
-        yield run
+def _runs(graph: Graph) -> list[list[Node]]:
+    """Returns consecutive nodes with the same tag, without inputs and the output."""
+    nodes = (node for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return [list(run) for _, run in groupby(nodes, lambda node: node.meta.get("partitioner_tag"))]
 
 
 class _Memory:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
 from passes.graphs.edit import on_stored_values
-from passes.graphs.node_facts import is_float, same_sizes
+from passes.graphs.node_facts import ancestors, is_float, same_sizes
 from passes.graphs.op_kinds import is_cast, op_name
 from passes.patterns.formulas import Polynomial, Reader, T, Unknown, X
 from passes.rewrite_pattern import (
@@ -212,14 +213,7 @@ def _is_half_of_both(reader: Reader, result: Node) -> bool:
 
 def _sources(bounded: Node) -> list[Node]:
     """Returns the values from which the bounded one may be computed, nearest first."""
-    found: list[Node] = []
-    pending = list(bounded.all_input_nodes)
-    while pending and len(found) < _MOST_STEPS:
-        node = pending.pop(0)
-        if node not in found and is_float(node):
-            found.append(node)
-            pending += node.all_input_nodes
-    return found
+    return list(islice(filter(is_float, ancestors(bounded.all_input_nodes, is_float)), _MOST_STEPS))
 
 
 def _followers(bounded: Node) -> list[Node]:

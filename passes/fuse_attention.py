@@ -8,13 +8,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.graphs.edit import new_call, on_stored_values, refresh
+from passes.graphs.edit import erase_unread, new_call, on_stored_values, refresh
 from passes.graphs.node_facts import binds_new_symbols
 from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
 from passes.patterns.attention_pattern import Add, AttentionMatch, Fill, Scale, match_attention, softmaxes
 from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
-from passes.rewrite_pattern import Found, check_named, erase_up_to, judged
+from passes.rewrite_pattern import Found, check_named, judged
 
 aten = torch.ops.aten
 
@@ -94,7 +94,7 @@ class _Rewrite:
         before = match.result.meta["val"]
         match.result.replace_all_uses_with(result)
         kept = (match.query, match.key, match.value)
-        erase_up_to(kept, match.result, lambda node, read: node is not match.scores or op_name(read) == "transpose")
+        erase_unread([match.result], lambda node: node.op == "call_function" and node not in kept)
         if result.meta["val"].stride() != before.stride():
             _refresh_behind(result)
 

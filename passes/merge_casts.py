@@ -1,16 +1,19 @@
-"""Removes casts that change nothing, are undone or are repeated; moves casts to where there are fewer elements."""
+"""Removes casts that change nothing, are undone or are repeated; moves casts to where there are fewer elements, and
+into sums."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes.graph_pass import Pass
+from passes.graph_pass import GraphKind, Pass
 from passes.graphs.aliases import storages
 from passes.graphs.edit import new_call, on_stored_values, refresh, replace_node, result_of, store, values_after
 from passes.graphs.node_facts import is_float, may_write
-from passes.graphs.op_kinds import PICKS, is_cast, moves_data, op_name
+from passes.graphs.op_kinds import PICKS, is_cast, is_view, moves_data, op_name
+from passes.rewrite_pattern import RewritePattern
 
 
 @dataclass(frozen=True)
@@ -202,3 +205,48 @@ def _last_of_its_line(source: Node) -> Node:
     if source.op != "placeholder":
         return source
     return source.graph.find_nodes(op="placeholder")[-1]
+
+
+_SUMS = frozenset({torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default})
+
+
+@dataclass(frozen=True)
+class SumInFp32(RewritePattern[list[Node]]):
+    """Makes a sum of 16-bit values that is only cast to fp32, perhaps after views, return fp32.
+
+    Kernels sum in fp32 anyway, so that this saves a rounding and a cast. The gradients of biases are such sums.
+
+    Before:
+        sum_1: bf16[1, 4] = aten.sum.dim_IntList(x, [0], True)
+        view: bf16[4] = aten.view(sum_1, [4])
+        _to_copy: f32[4] = aten._to_copy(view, dtype=f32)
+    After:
+        sum_1: f32[1, 4] = aten.sum.dim_IntList(x, [0], True, dtype=f32)
+        view: f32[4] = aten.view(sum_1, [4])
+    """
+
+    graph: ClassVar[GraphKind] = "joint"
+
+    def match(self, node: Node) -> list[Node] | None:
+        return (is_cast(node) and _only_widens(node) and _chain_to_sum(node)) or None
+
+    def replace(self, node: Node, found: list[Node]) -> Node:
+        found[-1].update_kwarg("dtype", torch.float32)
+        for link in reversed(found):
+            refresh(link)
+        return found[0]
+
+
+def _only_widens(cast: Node) -> bool:
+    source = cast.all_input_nodes[0].meta["val"]
+    low = isinstance(source, torch.Tensor) and source.dtype in (torch.bfloat16, torch.float16)
+    return low and cast.meta["val"].dtype == torch.float32 and cast.meta["val"].device == source.device
+
+
+def _chain_to_sum(cast: Node) -> list[Node]:
+    """Returns the views from a cast back to a sum, and the sum, if only the next one reads each; else []."""
+    chain = [cast.all_input_nodes[0]]
+    while is_view(chain[-1]) and len(chain[-1].all_input_nodes) == 1 and len(chain[-1].users) == 1:
+        chain.append(chain[-1].all_input_nodes[0])
+    last = chain[-1]
+    return chain if last.target in _SUMS and len(last.users) == 1 and "dtype" not in last.kwargs else []

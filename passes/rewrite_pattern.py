@@ -154,35 +154,17 @@ def erase_inner(inner: Collection[Node], like: Node) -> None:
 
     Calls that read the size of one of `inner` read that of `like` instead.
     """
-    pending = sorted(inner)
-    erased: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        for user in [measure for measure in node.users if op_name(measure) == "sym_size" and node in inner]:
+    for node in inner:
+        for user in [measure for measure in node.users if op_name(measure) == "sym_size"]:
             user.replace_input_with(node, like)
-        if node.users or node is like or node in erased or node.op not in ("call_function", "get_attr"):
-            continue
-        sources = node.all_input_nodes
-        node.graph.erase_node(node)
-        erased.add(node)
-        pending += [source for source in sources if is_cast(source) or source.op == "get_attr" or _is_scalar(source)]
+
+    def is_erasable(node: Node) -> bool:
+        goes = node in inner or is_cast(node) or node.op == "get_attr" or _is_scalar(node)
+        return goes and node is not like and node.op in ("call_function", "get_attr")
+
+    erase_unread(sorted(inner), is_erasable)
 
 
 def _is_scalar(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
-def erase_up_to(
-    stop: Collection[Node], node: Node, follows: Callable[[Node, Node], bool] = lambda node, source: True
-) -> None:
-    """Erases the call `node` if nothing reads it and it is not in `stop`; then does the same with each of its inputs.
-
-    `follows(call, input)` says whether the input of an erased call may be erased too."""
-    if node.users or node.op != "call_function" or node in stop:
-        return
-    sources = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in sources:
-        if follows(node, source):
-            erase_up_to(stop, source, follows)

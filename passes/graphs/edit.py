@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -93,9 +93,7 @@ def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
     for node in next(iter(changed)).graph.nodes:
         if node in changes or changed.keys().isdisjoint(node.all_input_nodes):
             continue
-        if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)):
-            return None
-        if binds_new_symbols(node):
+        if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)) or binds_new_symbols(node):
             return None
         try:
             value = result_of(node, changed)
@@ -158,13 +156,14 @@ def replace_node(node: Node, by: Node) -> None:
     node.graph.erase_node(node)
 
 
-def erase_unread(nodes: Iterable[Node]) -> None:
-    """Erases those of the nodes that are pure and unread, and then their inputs that have become unread."""
+def erase_unread(nodes: Iterable[Node], erasable: Callable[[Node], bool] = is_pure) -> None:
+    """Erases those of the nodes that nothing reads and that are `erasable`, by default pure; and then their inputs that
+    have become so."""
     pending = list(dict.fromkeys(nodes))
     erased: set[Node] = set()
     while pending:
         node = pending.pop()
-        if node in erased or node.users or not is_pure(node):
+        if node in erased or node.users or not erasable(node):
             continue
         sources = node.all_input_nodes
         node.graph.erase_node(node)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, LossOptions, gradient_dtype
+from passes.ops.chunked import ChunkedCrossEntropy, LossOptions, gradient_dtype
 
 
 def _with_gradients(
@@ -15,7 +15,7 @@ def _with_gradients(
     ignore_index: int, label_smoothing: float, scale: float, softcap: float, rows: int, needs_hidden: bool,
     needs_weight: bool, needs_bias: bool, later: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns loss, divisor and the gradients of hidden, weight and bias (see `chunked_cross_entropy._Result`).
+    """Returns loss, divisor and the gradients of hidden, weight and bias (see `passes.ops.chunked._Result`).
 
     Gradients that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the
     backward.

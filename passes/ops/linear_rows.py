@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from passes.ops.chunked_linear import ChunkedLinear, chunk_rows
+from passes.ops.chunked import ChunkedLinear, chunk_rows
 from passes.ops.linear_cross_entropy import IMPLEMENTATIONS as OF_LOSSES
 
 _MORE_VALUES = 2

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from passes.compat import statically_known_true
 from passes.graphs.node_facts import same_sizes
-from passes.graphs.op_kinds import is_cast, op_name
+from passes.graphs.op_kinds import dims_order, is_cast, op_name
 from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
@@ -195,12 +195,9 @@ def _downwards(node: Node) -> Node:
 
 def _unturned(key: Node) -> Node | None:
     """Returns the matrix that `key` is the transpose of, or None if it is no transpose."""
-    dims = key.meta["val"].dim()
-    swapped = {int(str(dim)) % dims for dim in key.args[1:3]} if op_name(key) == "transpose" else set()
-    if swapped == {dims - 2, dims - 1}:
-        source: Any = key.args[0]
-        return source
-    return None
+    order, dims = dims_order(key), key.meta["val"].dim()
+    source: Any = key.args[0] if order and order[-2:] == [dims - 1, dims - 2] and op_name(key) == "transpose" else None
+    return source
 
 
 def _check(match: AttentionMatch) -> None:

@@ -8,7 +8,8 @@ from torch.fx import Node
 
 from passes.compat import overload_name, statically_known_true
 from passes.graphs.edit import new_call
-from passes.graphs.op_kinds import is_cast, op_name
+from passes.graphs.node_facts import arguments_of, named_dims
+from passes.graphs.op_kinds import dims_order, is_cast, op_name
 from passes.rewrite_pattern import NoMatch
 
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten"})
@@ -67,8 +68,8 @@ class Path:
 
     nodes: tuple[LogitsStep, ...]
     """In order: the first is the linear layer, the last is the loss's input."""
-    returned: tuple[Node, ...]
-    """The nodes among them, or their detached values, that the graph returns."""
+    returned: bool
+    """Whether the graph returns one of them, or its detached value."""
     formula: _Formula
 
     @property
@@ -84,14 +85,13 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
     Raises `NoMatch` where a call splits the classes or picks among them, where the calls together are no formula that
     `memopt::linear_cross_entropy` has, or where something else reads a value of the path."""
     steps: list[LogitsStep] = []
-    returned: list[Node] = []
-    formula = _Formula()
+    returned, formula = False, _Formula()
     while True:
-        returned += _returned(value, reader)
+        returned |= _is_returned(value, reader)
         source, source_dim, moves = _source(value, class_dim)
         steps.append(LogitsStep(value, class_dim, moves))
         if source is None:
-            return Path(tuple(reversed(steps)), tuple(returned), formula)
+            return Path(tuple(reversed(steps)), returned, formula)
         formula = formula.above(value)
         reader, value, class_dim = value, source, source_dim
 
@@ -134,13 +134,9 @@ def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
         raise NoMatch(f"{node.name} splits the classes")
     if name in ("slice", "select", "index_select"):
         return _picked(node, class_dim)
-    if name == "transpose":
-        dims: Any = node.args[1:3]
-        first, second = (number % after.dim() for number in dims)
-        return source, {first: second, second: first}.get(class_dim, class_dim)
-    if name == "permute":
-        order: Any = node.args[1]
-        return source, order[class_dim] % after.dim()
+    order = dims_order(node) if name in ("transpose", "permute") else None
+    if order is not None:
+        return source, order[class_dim]
     if name == "index":
         indices: Any = node.args[1]
         if class_dim != after.dim() - 1 or None in indices or _indexed(indices) >= before.dim():
@@ -156,15 +152,10 @@ def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
 
 def keeps_order(step: LogitsStep) -> bool:
     """Whether a call that moves rows keeps all of them in order, as views and moves of the class dimension do."""
-    name, node = op_name(step.node), step.node
-    if name not in ("transpose", "permute"):
-        return name in _VIEWS or name == "unsqueeze"
-    dims: Any = node.args[1:3] if name == "transpose" else node.args[1]
-    order = list(dims)
-    if name == "transpose":
-        order = list(range(node.meta["val"].dim()))
-        order[dims[0]], order[dims[1]] = order[dims[1]], order[dims[0]]
-    rows = [dim % len(order) for at, dim in enumerate(order) if at != step.class_dim]
+    order = dims_order(step.node)
+    if order is None:
+        return op_name(step.node) in _VIEWS | {"unsqueeze"}
+    rows = [dim for at, dim in enumerate(order) if at != step.class_dim]
     return rows == sorted(rows)
 
 
@@ -223,8 +214,7 @@ def _picked(node: Node, class_dim: int) -> tuple[Node, int]:
 def _selected(node: Node) -> int:
     """The dimension that a `slice`, `select` or `index_select` picks from."""
     source: Any = node.args[0]
-    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    dim: int = given % source.meta["val"].dim()
+    (dim,) = named_dims(arguments_of(node)["dim"], source.meta["val"].dim())
     return dim
 
 
@@ -269,15 +259,13 @@ def _is_float_cast(node: Node) -> bool:
     return before.is_floating_point() and after.is_floating_point() and before.device == after.device
 
 
-def _returned(node: Node, reader: Node) -> list[Node]:
-    """Returns the values of the path that the graph returns. Raises `NoMatch` for one that anything else reads."""
-    found = []
+def _is_returned(node: Node, reader: Node) -> bool:
+    """Returns whether the graph returns a value of the path. Raises `NoMatch` for one that anything else reads."""
+    returned = False
     for user in node.users:
         detached = op_name(user) in ("detach", "alias") and all(item.op == "output" for item in user.users)
-        if user.op == "output":
-            found.append(node)
-        elif detached and user is not reader:
-            found.append(user)
+        if user.op == "output" or (detached and user is not reader):
+            returned = True
         elif user is not reader and op_name(user) != "sym_size":
             raise NoMatch(f"{node.name} is read by {user.name} as well")
-    return found
+    return returned

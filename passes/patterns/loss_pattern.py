@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.graphs.node_facts import arguments_of, same_sizes
-from passes.graphs.op_kinds import is_cast, op_name
+from passes.graphs.op_kinds import dims_order, is_cast, op_name
 from passes.patterns.logits_path import Path, walk_up
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
@@ -199,8 +199,7 @@ def match_linear(node: Node) -> Linear:
 def _turned(weight: Node) -> Node | None:
     """Returns the matrix that a node is the transpose of, or None."""
     name = op_name(weight)
-    dims: Any = weight.args[1] if name == "permute" else weight.args[1:]
-    turns = name in ("t", "numpy_T") or (name in ("transpose", "permute") and {dim % 2 for dim in dims} == {0, 1})
+    turns = name == "numpy_T" or (name in ("t", "transpose", "permute") and dims_order(weight) == [1, 0])
     source: Any = weight.args[0] if turns else None
     return source
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from passes.compat import overload_name, statically_known_true
-from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_sizes
+from passes.graphs.node_facts import ancestors, argument_key, arguments_of, is_pure, same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import LogitsStep, keeps_order, row_move, takes_all
 from passes.patterns.loss_pattern import TOKEN_LOSSES, picked_by_index
@@ -273,13 +273,11 @@ def place_of(program: RowProgram) -> Node:
 def late_operands(program: RowProgram) -> list[Node]:
     """Returns the nodes that a program needs and that come after `place_of(program)`, in the graph's order."""
     place, inside = place_of(program), program.region.inside
-    pending, late = [node for node, _ in _reads(program)], set[Node]()
-    while pending:
-        node = pending.pop()
-        if node not in late and node not in inside and not node < place:
-            late.add(node)
-            pending += node.all_input_nodes
-    return sorted(late)
+
+    def is_late(node: Node) -> bool:
+        return node not in inside and not node < place
+
+    return sorted(filter(is_late, ancestors((node for node, _ in _reads(program)), is_late)))
 
 
 def _reads(program: RowProgram) -> Iterator[tuple[Node, Node]]:
@@ -302,15 +300,8 @@ def _depends(alone: RowProgram, program: RowProgram) -> bool:
     no earlier than the first of `program`."""
     first = place_of(program)
     before = {node for node in program.region.results if not node < first}
-    pending, seen = [operand.node for operand in (*alone.rows, *alone.whole)], set[Node]()
-    while pending:
-        node = pending.pop()
-        if node in before:
-            return True
-        if node not in seen and first < node:
-            seen.add(node)
-            pending += node.all_input_nodes
-    return False
+    behind = ancestors((operand.node for operand in (*alone.rows, *alone.whole)), lambda node: first < node)
+    return not before.isdisjoint(behind)
 
 
 def _check_place(program: RowProgram) -> None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from passes.compat import statically_known_true
 from passes.graphs.node_facts import arguments_of, is_pure, named_dims, same_sizes, tensors
-from passes.graphs.op_kinds import broadcasts, op_name
+from passes.graphs.op_kinds import broadcasts, dims_order, op_name
 from passes.patterns.row_places import RESHAPES, RowsPlace, aligned_place, moved_place, shape_of
 
 aten = torch.ops.aten
@@ -161,16 +161,8 @@ def _slice(node: Node, place: RowsPlace) -> Operands | None:
 
 
 def _permutation(node: Node, place: RowsPlace) -> Operands | None:
-    count, arguments = len(shape_of(node)), arguments_of(node)
-    order: list[Any] = list(range(count))
-    if op_name(node) == "permute":
-        order = [dim % count for dim in arguments["dims"]]
-    else:
-        dims = [arguments[name] for name in ("dim0", "dim1", "axis0", "axis1") if name in arguments] or [-1, -2]
-        if count > 1:
-            one, other = (dim % count for dim in dims)
-            order[one], order[other] = other, one
-    return _sources(node, replace(place, dim=order[place.dim]))
+    order = dims_order(node)
+    return None if order is None else _sources(node, replace(place, dim=order[place.dim]))
 
 
 def _reshape(node: Node, place: RowsPlace) -> Operands | None:
