@@ -16,7 +16,7 @@ from passes.free_first import FreeFirst
 from passes.fuse_activations import FuseActivations, find_activations
 from passes.fuse_attention import FuseAttention, find_attentions
 from passes.fuse_norms import FuseNorms, find_norms
-from passes.graph_pass import GraphKind, Observer, Pass, PassError, Pipeline, copy_graph_module, passes_for
+from passes.graph_pass import GraphKind, Pass, PassError, Pipeline, copy_graph_module, passes_for
 from passes.graphs.decisions import find_decisions, mark_deciding
 from passes.graphs.edit import erase_unread, new_call, replace_node
 from passes.graphs.graph_text import GraphDiff, diff_graphs, format_graph, format_node
@@ -34,7 +34,7 @@ __all__ = [
     "CANONICAL", "ApplySchedule", "CastSaved", "ChunkLoss", "EliminateDeadCode", "ForwardWrites", "Found",
     "FoundLinear", "FoundLoss", "Fp8Linears", "FreeFirst", "FuseActivations", "FuseAttention",
     "FuseNorms", "GraphDiff", "GraphKind", "HoistGetitems", "HostStay", "InsertCasts", "MergeCasts",
-    "MergeCommonSubexpressions", "Observer", "Pass", "PassError", "Pipeline", "QuantizeSaved", "Reinplace",
+    "MergeCommonSubexpressions", "Pass", "PassError", "Pipeline", "QuantizeSaved", "Reinplace",
     "RemoveDetach", "RewritePattern", "RowSegment", "SumInFp32", "TileRows", "VerifyError", "WaitAtOnce",
     "copy_graph_module", "diff_graphs", "erase_unread", "find_activations", "find_attentions", "find_decisions",
     "find_fp8_linears", "find_losses", "find_norms", "find_reuses", "find_row_segments", "format_graph", "format_node",

@@ -17,7 +17,7 @@ from memopt.capture.operator_trace import AUTHOR_AUTOCAST, trace_operators
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.joint_trace import constants_as_attributes
 from memopt.compat.operators import HigherOrderOperator, enters_autocast
-from passes import Pass, Pipeline, copy_graph_module
+from passes import Pipeline, copy_graph_module
 from passes.graphs.node_facts import OPERATOR_OVERLOAD
 
 
@@ -224,13 +224,7 @@ def has_attention(graph_module: fx.GraphModule) -> bool:
 
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
     """Run passes on a joint graph; returns the graphs before and after each one. Raises `PassError` where one fails."""
-    stages = [joint]
-
-    def keep(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        stages.append(after)
-
-    Pipeline((pipeline,), observer=keep)(joint)
-    return Operators(tuple(stages), (Decision(pipeline),))
+    return Operators((joint, *pipeline.stages(joint)), (Decision(pipeline),))
 
 
 def to_differentiate(operators: Operators) -> fx.GraphModule:

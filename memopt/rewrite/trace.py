@@ -31,7 +31,6 @@ from memopt.compat.true_results import raising_for_refused_dtypes
 from memopt.device.devices import kernels_of
 from memopt.errors import CaptureError
 from memopt.lru import LruCache
-from passes import Pass, Pipeline
 
 _MOST_TRACES = 256
 """The number of pairs of a region and a backend whose joint graphs are kept."""
@@ -44,15 +43,11 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
     `needed` is the label of a decision that must have chosen passes ("": none must). Raises `NothingToRewrite` where it
     has none, `ValueError` where no decision has that label, and `PassError` where a pass fails."""
     stages, decisions = [graph.module], []
-
-    def add_stage(_: Pass, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        stages.append(after)
-
     for decide in deciders:
         decisions.append(decide(replace(graph, module=stages[-1])))
         if needed and decisions[-1].pipeline.label == needed:
             Operators(decisions=tuple(decisions)).check_needed(needed)
-        Pipeline((decisions[-1].pipeline,), observer=add_stage)(stages[-1])
+        stages += decisions[-1].pipeline.stages(stages[-1])
     if needed and all(decision.pipeline.label != needed for decision in decisions):
         raise ValueError(
             f"the lever {needed!r} has no pipeline of that label, by which memopt finds whether it changed anything; "
