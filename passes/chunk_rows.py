@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.compat import size_seen
-from passes.graphs.edit import erase_unread, new_call, store, values_after
+from passes.graphs.edit import erase_unread, new_call, restride
 from passes.graphs.node_facts import arguments_of
 from passes.graphs.op_kinds import op_name
 from passes.ops.linear_rows import LINEAR_ROWS
@@ -130,9 +130,7 @@ class _Rewrite:
 
     def _laid_out(self, node: Node, found: Node) -> Node:
         """Returns `found` for the readers of `node`; with the strides of `node` where the readers depend on these."""
-        changed = values_after({node: found.meta["val"]})
-        if changed is not None:
-            store(changed)
+        if restride({node: found.meta["val"]}):
             return found
         strides = node.meta["val"].stride()
         order = sorted(range(len(strides)), key=lambda dim: (-(size_seen(strides[dim]) or 0), dim))

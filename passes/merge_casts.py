@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
 from passes.graphs.aliases import storages
-from passes.graphs.edit import new_call, on_stored_values, refresh, replace_node, result_of, store, values_after
+from passes.graphs.edit import new_call, on_stored_values, refresh, replace_node, restride, result_of
 from passes.graphs.node_facts import is_float, may_write
 from passes.graphs.op_kinds import PICKS, is_cast, is_view, moves_data, op_name
 from passes.rewrite_pattern import RewritePattern
@@ -92,11 +92,9 @@ def _remove_round_trips(graph: Graph, casts: list[Node], written: frozenset[Hash
             changed = True
         elif isinstance(inner, Node) and _exact(inner, source) and not _is_written(inner, written):
             # Widening does not round: the second cast may read what the first one reads.
-            after = values_after({node: inner.meta["val"].to(dtype)})
-            if after is None:
+            if not restride({node: inner.meta["val"].to(dtype)}):
                 continue
             node.replace_input_with(source, inner)
-            store(after)
             changed = True
             if not source.users:
                 graph.erase_node(source)
@@ -140,10 +138,8 @@ def _hoist(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> boo
         if changed and any(_source(node.all_input_nodes[0]) is not origin for node in group):
             continue  # the origin is a cast that was just moved
         cast_origin = {origin: origin.meta["val"].to(dtype)}
-        after = values_after({node: result_of(node.all_input_nodes[0], cast_origin) for node in group})
-        if after is None:
+        if not restride({node: result_of(node.all_input_nodes[0], cast_origin) for node in group}):
             continue
-        store(after)
         with graph.inserting_after(_last_of_its_line(origin)):
             cast = new_call(group[0], torch.ops.aten.to.dtype, origin, dtype)
         for node in group:
@@ -170,10 +166,8 @@ def _sink(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool
         if not fewer_behind or source.meta["val"].dtype == dtype:
             continue
         uncast = {node: source.meta["val"]}
-        after = values_after({mover: result_of(mover, uncast).to(dtype) for mover in movers})
-        if after is None:
+        if not restride({mover: result_of(mover, uncast).to(dtype) for mover in movers}):
             continue
-        store(after)
         for mover in movers:
             mover.replace_input_with(node, source)
             refresh(mover)

@@ -14,9 +14,8 @@ from passes.graph_pass import Pass
 from passes.graphs.edit import new_call, on_stored_values
 from passes.graphs.op_kinds import is_cast
 from passes.graphs.verify import VerifyError, named_nodes
-from passes.patterns.row_places import RowsPlace, shape_of, with_rows
 from passes.patterns.row_segments import RowSegment, is_part, memory_order
-from passes.patterns.row_wise import row_operands
+from passes.patterns.row_wise import RowsPlace, row_operands, shape_of, with_rows
 
 aten = torch.ops.aten
 

@@ -20,8 +20,7 @@ from memopt.levers.decided_elsewhere import (
     REINPLACE,
 )
 from memopt.levers.fp8 import FP8, FP8_ACTIVATIONS, FP8_BLOCK, FP8_DELAYED, MXFP8
-from memopt.levers.fused_attention import FUSED_ATTENTION
-from memopt.levers.fused_ops import FUSED_OPS
+from memopt.levers.fused_ops import FUSED_ATTENTION, FUSED_OPS
 from memopt.levers.lever import Lever
 from memopt.levers.optimizer_levers import BF16_PARAMETERS, LOW_BIT_OPTIMIZER, OFFLOAD_OPTIMIZER, OPTIMIZER_IN_BACKWARD
 from memopt.levers.precision import PRECISION

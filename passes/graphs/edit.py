@@ -81,33 +81,27 @@ def _of(node: Node) -> Any:
     return node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
-def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
-    """Returns the `meta["val"]` that nodes would have if those in `changes` had the values given there, whose strides
-    may be new: for the nodes in `changes`, and for all later nodes whose strides would change too. Changes no node.
+def restride(changes: Mapping[Node, Any]) -> bool:
+    """Sets the `meta["val"]` of each node in `changes` to the value given there, whose strides may be new, and that of
+    all later nodes whose strides change with them. To be called within `on_stored_values`.
 
-    Returns None where an operator does not take the new strides, as a view may not, where a value cannot be computed,
-    or where the strides of a result of the graph would change. To be called within `on_stored_values`."""
+    Returns False, and changes nothing, where an operator does not take the new strides, as a view may not, where a
+    value cannot be computed, or where the strides of a result of the graph would change."""
     changed = {node: value for node, value in changes.items() if strides(value) != strides(node.meta["val"])}
-    if not changed:
-        return dict(changes)
-    for node in next(iter(changed)).graph.nodes:
+    for node in next(iter(changed)).graph.nodes if changed else ():
         if node in changes or changed.keys().isdisjoint(node.all_input_nodes):
             continue
         if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)) or binds_new_symbols(node):
-            return None
+            return False
         try:
             value = result_of(node, changed)
         except (RuntimeError, ValueError):  # of kernels, and of fake ones
-            return None
+            return False
         if strides(value) != strides(node.meta["val"]):
             changed[node] = value
-    return {**changes, **changed}
-
-
-def store(values: Mapping[Node, Any]) -> None:
-    """Sets the `meta["val"]` of each node in `values` to the value given there."""
-    for node, value in values.items():
+    for node, value in {**changes, **changed}.items():
         node.meta["val"] = value
+    return True
 
 
 def strides(value: Any) -> list[str]:

@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -235,15 +236,10 @@ def _hunks(steps: list[tuple[str, str]], context: int) -> Iterator[str]:
         for near in range(max(0, index - context), min(len(steps), index + context + 1))
     }
     old_line = new_line = 1
-    hunk: list[str] = []
-    start = (1, 1)
-    for index, (sign, line) in enumerate(steps):
-        if index in shown:
-            start = start if hunk else (old_line, new_line)
-            hunk.append(f"{sign} {line}")
-        old_line += sign != "+"
-        new_line += sign != "-"
-        if hunk and index + 1 not in shown:
-            yield f"@@ -{start[0]},{old_line - start[0]} +{start[1]},{new_line - start[1]} @@"
-            yield from hunk
-            hunk = []
+    for is_shown, pairs in groupby(enumerate(steps), lambda pair: pair[0] in shown):
+        lines = [step for _, step in pairs]
+        olds, news = (sum(sign != other for sign, _ in lines) for other in "+-")
+        if is_shown:
+            yield f"@@ -{old_line},{olds} +{new_line},{news} @@"
+            yield from (f"{sign} {line}" for sign, line in lines)
+        old_line, new_line = old_line + olds, new_line + news

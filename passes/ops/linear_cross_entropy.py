@@ -31,8 +31,8 @@ def _with_gradients(
     return found.loss, found.divisor, of_hidden, of_weight, of_bias
 
 
-with_gradients = torch.library.custom_op("memopt::linear_cross_entropy_with_gradients", mutates_args=())(
-    _with_gradients
+with_gradients = torch.library.custom_op(
+    "memopt::linear_cross_entropy_with_gradients", _with_gradients, mutates_args=()
 )
 
 
@@ -69,8 +69,8 @@ def _weight_gradient(
     return of_weight, of_bias
 
 
-weight_gradient = torch.library.custom_op("memopt::linear_cross_entropy_weight_gradient", mutates_args=())(
-    _weight_gradient
+weight_gradient = torch.library.custom_op(
+    "memopt::linear_cross_entropy_weight_gradient", _weight_gradient, mutates_args=()
 )
 
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {

@@ -20,8 +20,7 @@ from passes.compat import size_seen, statically_known_true
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, arguments_of, may_write, tensors
 from passes.graphs.op_kinds import mutated_arguments, op_name
-from passes.patterns.row_places import RowsPlace, shape_of
-from passes.patterns.row_wise import ATTENTION, Operands, row_operands, row_result
+from passes.patterns.row_wise import ATTENTION, Operands, RowsPlace, row_operands, row_result, shape_of
 
 _MOST_MEMBERS = 200
 _LEAST_SHARE = 4
