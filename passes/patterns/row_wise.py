@@ -21,7 +21,6 @@ from passes.graphs.op_kinds import broadcasts, dims_order, op_name
 aten = torch.ops.aten
 ATTENTION = "scaled_dot_product_attention"
 RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
-_SIZED = RESHAPES - {"flatten"} | {"expand"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,27 +39,6 @@ class RowsPlace:
 
     def __hash__(self) -> int:
         return hash(self.dim)
-
-
-def with_rows(node: Node, place: RowsPlace, resize: Callable[[Any, RowsPlace], Any]) -> tuple[Any, ...]:
-    """Returns the arguments of the call `node` with the sizes among them changed to another number of rows.
-
-    `place` is where the call's result has the rows. `resize`, called with the size of that dimension and `place`,
-    returns the new size."""
-    if op_name(node) not in _SIZED:
-        return node.args
-    sizes: Any = node.args[-1] if op_name(node) == "unflatten" else node.args[1]
-    number = place.dim
-    if op_name(node) == "unflatten":
-        number -= int(node.args[1]) % len(shape_of(node.args[0]))  # type: ignore[arg-type]
-    if not 0 <= number < len(sizes) or _is_inferred(sizes[number]):
-        return node.args
-    changed = [*sizes[:number], resize(sizes[number], place), *sizes[number + 1 :]]
-    return tuple(changed if argument is sizes else argument for argument in node.args)
-
-
-def _is_inferred(size: Any) -> bool:
-    return isinstance(size, int) and size == -1
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
@@ -181,8 +159,13 @@ def _einsum(node: Node, place: RowsPlace) -> Operands | None:
     )
 
 
-def _linear(node: Node, place: RowsPlace) -> Operands | None:
-    return _sources(node, place) if place.dim < len(shape_of(node)) - 1 else None
+def _all_but(last: int) -> Callable[[Node, RowsPlace], Operands | None]:
+    """Returns the rule of operators that mix the `last` dimensions only."""
+
+    def rule(node: Node, place: RowsPlace) -> Operands | None:
+        return _sources(node, place) if place.dim < len(shape_of(node)) - last else None
+
+    return rule
 
 
 def _norm(node: Node, place: RowsPlace) -> Operands | None:
@@ -267,10 +250,6 @@ def _pad(node: Node, place: RowsPlace) -> Operands | None:
     return _sources(node, place) if constant and not any(pads[from_end : from_end + 2]) else None
 
 
-def _triangle(node: Node, place: RowsPlace) -> Operands | None:
-    return _sources(node, place) if place.dim < len(shape_of(node)) - 2 else None
-
-
 def _gather(node: Node, place: RowsPlace) -> Operands | None:
     sizes = [shape_of(source)[place.dim : place.dim + 1] for source in node.all_input_nodes]
     equal = all(same_sizes(size, sizes[0]) for size in sizes)
@@ -304,7 +283,7 @@ _ELEMENTWISE = frozenset(
 _RULES: Mapping[str, Callable[[Node, RowsPlace], Operands | None]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), _product_of_matrices),
     "einsum": _einsum,
-    "linear": _linear,
+    "linear": _all_but(1),
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
     "group_norm": _samples,
     **dict.fromkeys(
@@ -326,7 +305,7 @@ _RULES: Mapping[str, Callable[[Node, RowsPlace], Operands | None]] = {
     "expand": _expand,
     **dict.fromkeys(("cat", "concat", "stack"), _joined),
     **dict.fromkeys(("constant_pad_nd", "pad"), _pad),
-    **dict.fromkeys(("tril", "triu"), _triangle),
+    **dict.fromkeys(("tril", "triu"), _all_but(2)),
     **dict.fromkeys(("gather", "scatter"), _gather),
     ATTENTION: _attention,
 }  # fmt: skip
