@@ -148,11 +148,11 @@ class _Rewriter:
         self.evaluate_from(0, self.schedule.boundary)
         self.free(self.schedule.boundary)
         results = graph_results(self.result.graph)
-        outputs = [self.bind(value) for value in results[: self.schedule.forward_outputs]]
+        outputs = list(fx.map_arg(results[: self.schedule.forward_outputs], self.newest))
         self.forget_followers()
         self.tag = BACKWARD
         self.evaluate_from(self.schedule.boundary, len(self.schedule.evaluations))
-        outputs += [self.bind(value) for value in results[self.schedule.forward_outputs :]]
+        outputs += fx.map_arg(results[self.schedule.forward_outputs :], self.newest)
         returned = outputs if isinstance(self.result.args[0], list) else tuple(outputs)
         self.new.output(returned).meta.update(self.result.meta)
         self.drop_unread_elements()
@@ -200,8 +200,7 @@ class _Rewriter:
         if again and not node.users:
             return  # no node reads it: it only advances the generator, which must happen once
         self.forget_followers(node)
-        args = tuple(self.bind(arg) for arg in node.args)
-        kwargs = {key: self.bind(value) for key, value in node.kwargs.items()}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.newest)
         name = f"{node.name}_again" if again else node.name
         if self.times[node.name] > 1 and is_random(node) and node.users:
             draw = self.repeat_random if again else self.save_random
@@ -217,19 +216,14 @@ class _Rewriter:
         Otherwise the tuple would keep all of them alive."""
         for user in node.users:
             if self.holds(user) and user.name not in self.planned:
-                self.bind(user)
+                self.newest(user)
                 self.take_out_elements(user)
 
-    def bind(self, value: Argument) -> Argument:
-        """Returns an argument of the old graph for use in the new one: each node in it is replaced by the newest node
-        of the new graph that computes it."""
-        return fx.map_arg(value, self.newest)
-
     def newest(self, node: fx.Node) -> fx.Node:
+        """Returns the newest node of the new graph that computes a node of the old one."""
         if node not in self.latest:
             assert node.name not in self.planned, f"the schedule reads {node.name} before it evaluates it"
-            args = tuple(self.bind(arg) for arg in node.args)
-            kwargs = {key: self.bind(value) for key, value in node.kwargs.items()}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self.newest)
             name = f"{node.name}_again" if node in self.derived else node.name
             self.latest[node] = self.add(node, node.target, args, kwargs, name, op=node.op)
             self.derived.add(node)
@@ -273,14 +267,9 @@ class _Rewriter:
         return self.add(node, repeat, (self.state[node], drawing, *args), kwargs, name)
 
     def add(
-        self,
-        like: fx.Node,
-        target: fx.node.Target,
-        args: tuple[Argument, ...],
-        kwargs: Kwargs,
-        name: str,
+        self, like: fx.Node, target: fx.node.Target, args: tuple[Argument, ...], kwargs: Kwargs, name: str,
         op: str = "call_function",
-    ) -> fx.Node:
+    ) -> fx.Node:  # fmt: skip
         node = self.new.create_node(op, target, args, kwargs, name=name)
         node.meta = {**like.meta, "partitioner_tag": self.tag}
         return node

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from passes.graph_pass import GraphKind, Pass
 from passes.graphs.aliases import Aliases, find_cautious_aliases
 from passes.graphs.node_facts import same_sizes
-from passes.graphs.op_kinds import InplaceVariant, inplace_variants
+from passes.graphs.op_kinds import inplace_variants
 from passes.graphs.verify import VerifyError, named_nodes
 
 
@@ -20,7 +20,7 @@ def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None
 
     With `among`, only those calls that are in it, and that write over memory which a node in it makes.
     """
-    return tuple((node.name, operand.name) for node, operand, _ in _reuses(graph_module, among))
+    return tuple((node.name, operand.name) for node, operand, *_ in _reuses(graph_module, among))
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,16 @@ class Reinplace(Pass):
     reuses: tuple[tuple[str, str], ...] | None = None
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        for node, operand, variant in (
-            _reuses(graph_module) if self.reuses is None else _named(graph_module, self.reuses)
-        ):
-            node.target = variant.target
-            if variant.out:
-                node.kwargs = {**node.kwargs, variant.out: operand}
+        found = _reuses(graph_module) if self.reuses is None else _named(graph_module, self.reuses)
+        for node, operand, target, out in list(found):
+            node.target = target
+            if out:
+                node.kwargs = {**node.kwargs, out: operand}
         return graph_module
 
 
-_Reuse: TypeAlias = tuple[Node, Node, InplaceVariant]
-"""A call, the operand that it writes over, and the variant of its operator that does so."""
+_Reuse: TypeAlias = tuple[Node, Node, Any, str]
+"""A call, the operand that it writes over, and the variant of its operator that does so (see `inplace_variants`)."""
 
 
 def _reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> list[_Reuse]:
@@ -86,12 +85,12 @@ def _named(graph_module: GraphModule, wanted: Sequence[tuple[str, str]]) -> Iter
 
 def _of(node: Node, aliases: Aliases, among: Collection[Node] | None = None) -> Iterator[_Reuse]:
     """Yields the operands that a call can write over, in memory that is made by one of the nodes `among`."""
-    for variant in inplace_variants(node.target):
-        for operand in node.args if variant.out else node.args[:1]:
+    for target, out in inplace_variants(node.target):
+        for operand in node.args if out else node.args[:1]:
             if not isinstance(operand, Node) or not _is_among(operand, aliases, among):
                 continue
             if _dies(node, operand, aliases) and _fits(node, operand, aliases):
-                yield node, operand, variant
+                yield node, operand, target, out
 
 
 def _is_among(operand: Node, aliases: Aliases, among: Collection[Node] | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -202,15 +201,6 @@ _BACKWARDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class InplaceVariant:
-    """The variant of an operator that writes its result over an operand."""
-
-    target: Any
-    out: str = ""
-    """The name of the argument that takes the operand; empty where the operator writes over its first argument."""
-
-
 _OVER_FIRST: Mapping[Any, Any] = {
     aten.pow.Tensor_Scalar: aten.pow_.Scalar,
     **{
@@ -221,35 +211,33 @@ _OVER_FIRST: Mapping[Any, Any] = {
     **{getattr(aten, name).default: getattr(aten, f"{name}_").default for name in _OVER_FIRST_BY_DEFAULT},
 }
 
-_OVER_ANY: Mapping[Any, InplaceVariant] = {
+_OVER_ANY: Mapping[Any, tuple[Any, str]] = {
     **{
-        getattr(packet, overload): InplaceVariant(packet.out, "out")
+        getattr(packet, overload): (packet.out, "out")
         for packet, overload in (
             *((packet, "Tensor") for packet in (aten.add, aten.sub, aten.mul, aten.div)),
             *((packet, "default") for packet in (aten.maximum, aten.minimum, aten.addcmul, aten.addcdiv)),
             (aten._log_softmax_backward_data, "default"),
         )
     },
-    aten.where.self: InplaceVariant(aten.where.self_out, "out"),
-    aten._softmax_backward_data.default: InplaceVariant(aten._softmax_backward_data.out, "grad_input"),
-    **{
-        (packet := getattr(aten, f"{name}_backward")).default: InplaceVariant(packet.grad_input, "grad_input")
-        for name in _BACKWARDS
-    },
+    aten.where.self: (aten.where.self_out, "out"),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
+    **{(packet := getattr(aten, f"{name}_backward")).default: (packet.grad_input, "grad_input") for name in _BACKWARDS},
 }
 
 
-def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
-    """Yields the variants of an operator that write the result over an operand and are known to do so safely."""
+def inplace_variants(target: Any) -> Iterator[tuple[Any, str]]:
+    """Yields the variants of an operator that write the result over an operand and are known to do so safely: each with
+    the name of the argument that takes the operand, "" where it writes over its first argument."""
     if target in _OVER_FIRST:
-        yield InplaceVariant(_OVER_FIRST[target])
+        yield _OVER_FIRST[target], ""
     if target in _OVER_ANY:
         yield _OVER_ANY[target]
 
 
 WITH_INPLACE_VARIANT = {**_OVER_FIRST, **_OVER_ANY}.keys()
 """Every operator that `inplace_variants` knows."""
-OF_OUT: Mapping[Any, Any] = {variant.target: operator for operator, variant in _OVER_ANY.items()}
+OF_OUT: Mapping[Any, Any] = {variant: operator for operator, (variant, _) in _OVER_ANY.items()}
 """For each `out=` variant that `inplace_variants` yields, the operator that it is a variant of."""
 
 

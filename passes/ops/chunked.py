@@ -152,14 +152,9 @@ class ChunkedCrossEntropy:
     """
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
         how: LossOptions,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.how, self.class_weight = how, class_weight
         self.layer = ChunkedLinear(hidden, weight, bias)
         # Logits are reduced in the dtype in which the weight's gradient is summed.

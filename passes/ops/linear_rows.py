@@ -161,12 +161,9 @@ def _fake(
     return [result.new_empty((hidden[0].shape[0], *result.shape[1:])) for result in results]
 
 
-def _fake_backward(
-    gradients: list[Tensor | None], hidden: list[Tensor], weight: list[Tensor], bias: list[Tensor],
-    rows: list[Tensor], whole: list[Tensor], biased: list[int], program: str, chunk: int, *, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    pairs = zip([*hidden, *weight, *bias, *rows, *whole], needs, strict=True)
-    return [one.new_empty(one.shape) for one, needed in pairs if needed]
+def _fake_backward(gradients: list[Tensor | None], *given: Any, needs: list[bool]) -> list[Tensor]:
+    operands = itertools.chain(*given[:5])
+    return [one.new_empty(one.shape) for one, needed in zip(operands, needs, strict=True) if needed]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

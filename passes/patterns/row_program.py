@@ -62,6 +62,7 @@ class RowProgram:
     results: list[RowResult] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
+    """By the expression of each line, the name of its value."""
     names: dict[Any, str] = field(default_factory=dict)
     """By operand, or by value of the region and calls that move its rows, its name in the program."""
 
@@ -70,7 +71,7 @@ class RowProgram:
         """The program as text, in which each value is deleted after its last use."""
         parameters = [f"{kind}{at}" for kind, of in self._operands() for at in range(len(of))]
         body, kept = [f"return [{', '.join(self.returned)}]"], set(self.returned)
-        for name, expression in reversed(self.lines.items()):
+        for expression, name in reversed(self.lines.items()):
             used = set(re.findall(r"\b[a]\d+\b", expression)) - kept
             kept |= used
             body += [f"del {', '.join(sorted(used))}"] if used else []
@@ -80,7 +81,7 @@ class RowProgram:
     def learned(self) -> frozenset[str]:
         """Returns the names in the program of all values that get gradients from its results, operands among them."""
         by_name: dict[str, frozenset[str]] = {}
-        for name, expression in self.lines.items():
+        for expression, name in self.lines.items():
             stops = expression.startswith(_STOPS)
             read = frozenset() if stops else frozenset(re.findall(r"\b[xrwa]\d+\b", expression))
             by_name[name] = read.union(*(by_name.get(one, read) for one in read))
@@ -98,10 +99,7 @@ class RowProgram:
         self.returned.append(self._line(expression))
 
     def _line(self, expression: str) -> str:
-        known = next((name for name, other in self.lines.items() if other == expression), None)
-        name = known or f"a{len(self.lines)}"
-        self.lines[name] = expression
-        return name
+        return self.lines.setdefault(expression, f"a{len(self.lines)}")
 
     def _operand(self, kind: str, operand: RowOperand) -> str:
         layout = None if operand.like is None else str(tuple(operand.like.meta["val"].shape))
