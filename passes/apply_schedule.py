@@ -117,10 +117,8 @@ class ApplySchedule(Pass):
 
 
 class _Rewriter:
-    """Writes the graph that runs a schedule, in one walk over the schedule's evaluations.
-
-    `latest` maps each node of the old graph to the newest node that computes it in the new one, `inputs` the old
-    placeholders to the new ones."""
+    """Writes the graph that runs a schedule, in one walk over the schedule's evaluations. `latest` maps each node of
+    the old graph to the newest node that computes it in the new one, `inputs` the old placeholders to the new ones."""
 
     def __init__(self, schedule: ApplySchedule, graph: fx.Graph) -> None:
         self.schedule = schedule
@@ -211,9 +209,7 @@ class _Rewriter:
 
     def take_out_elements(self, node: fx.Node) -> None:
         """Inserts getitems right after the call `node` for all elements of the tuple that the call returns, and of
-        lists in the tuple.
-
-        Otherwise the tuple would keep all of them alive."""
+        lists in the tuple. Otherwise the tuple would keep all of them alive."""
         for user in node.users:
             if self.holds(user) and user.name not in self.planned:
                 self.newest(user)
@@ -230,9 +226,8 @@ class _Rewriter:
         return self.latest[node]
 
     def forget_followers(self, source: fx.Node | None = None) -> None:
-        """Drops from `latest` all views and tuple elements that are made from `source` (None: from any node).
-
-        The next call that reads one of them makes it again, from the latest evaluation of `source`."""
+        """Drops from `latest` all views and tuple elements that are made from `source` (None: from any node). The next
+        call that reads one of them makes it again, from the latest evaluation of `source`."""
         if source is None:
             self.latest = {node: made for node, made in self.latest.items() if self.holds(node)}
             return

@@ -58,9 +58,7 @@ def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
 
 def _rolled(graph_module: GraphModule) -> GraphModule:
     """Returns a graph in which each unrolled loop over rows of logits is one computation for all rows (`roll_loops`).
-
-    Returns the graph as it is unless all of them can then be computed in chunks.
-    """
+    Returns the graph as it is unless all of them can then be computed in chunks."""
     if not ends_of_loops(graph_module.graph):
         return graph_module
     rolled = copy_graph_module(graph_module)
@@ -77,12 +75,10 @@ _Match: TypeAlias = LossMatch | tuple[RowRegion, list[RowProgram]]
 
 
 def _matches(graph: Graph, names: Collection[str] | None = None) -> Iterator[tuple[Node, _Match | None, str]]:
-    """Yields each loss with its match, or with None and the reason why it cannot be rewritten.
-
-    Losses that are the mean or sum of a cross entropy come first. Then comes each part of the graph that computes
-    anything else from rows of logits, with the first loss or `row_seeds` call in it. `names` limits both to calls of
-    these names. The graph may be rewritten in between.
-    """
+    """Yields each loss with its match, or with None and the reason why it cannot be rewritten. Losses that are the mean
+    or sum of a cross entropy come first. Then comes each part of the graph that computes anything else from rows of
+    logits, with the first loss or `row_seeds` call in it. `names` limits both to calls of these names. The graph may be
+    rewritten in between."""
     others, taken = {}, set[Node]()
     for loss, match, reason in judged(losses(graph), match_loss, names):
         if match is None:

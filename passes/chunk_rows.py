@@ -48,10 +48,8 @@ def _like(region: RowRegion, node: Node) -> Node:
 
 
 class _Rewrite:
-    """The rewriting of one program, ahead of its first result.
-
-    `made` maps the results of the region that have been rewritten to their new nodes.
-    """
+    """The rewriting of one program, ahead of its first result. `made` maps the results of the region that have been
+    rewritten to their new nodes."""
 
     def __init__(self, program: RowProgram, made: dict[Node, Node]) -> None:
         self.made = made
@@ -69,10 +67,8 @@ class _Rewrite:
                 result.node.replace_all_uses_with(node)
 
     def _operands(self) -> tuple[list[Any], ...]:
-        """Returns hidden, weight, bias, rows, whole and biased, the operands of `memopt::linear_rows`.
-
-        Those by which the results have no derivatives are detached.
-        """
+        """Returns hidden, weight, bias, rows, whole and biased, the operands of `memopt::linear_rows`. Those by which
+        the results have no derivatives are detached."""
         learned, program = self.program.learned(), self.program
         hidden, weight, bias, biased = list[Node](), list[Node](), list[Node](), list[int]()
         for at, layer in enumerate(program.layers):
@@ -150,10 +146,8 @@ class _Rewrite:
         return found if found.meta["val"].dtype == dtype else self._call(aten.to.dtype, found, dtype)
 
     def _shaped(self, result: RowResult, found: Node) -> Node:
-        """Returns a program's result in the shape of the graph's result.
-
-        A result that is reduced over rows as well (`finish` is "again") is reduced by the graph's own call.
-        """
+        """Returns a program's result in the shape of the graph's result. A result that is reduced over rows as well
+        (`finish` is "again") is reduced by the graph's own call."""
         node, class_dim = result.node, self.region.inside[result.value]
         shape, width = result.value.meta["val"].shape, found.meta["val"].shape[1:]
         rows = [at for at in range(len(shape)) if at != class_dim]

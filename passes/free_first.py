@@ -58,11 +58,8 @@ def _runs(graph: Graph) -> list[list[Node]]:
 
 
 class _Memory:
-    """Which blocks of memory the calls of a graph make, read and depend on, and their bytes.
-
-    Blocks that are there before the graph runs are never freed, and not listed. Nor are the elements of tuples that
-    nothing takes out.
-    """
+    """Which blocks of memory the calls of a graph make, read and depend on, and their bytes. Blocks that are there
+    before the graph runs are never freed, and not listed. Nor are the elements of tuples that nothing takes out."""
 
     def __init__(self, graph: Graph) -> None:
         aliases = find_aliases(graph)
@@ -109,10 +106,8 @@ class _Order:
         return moved
 
     def _pays(self, call: Node, before: Node) -> bool:
-        """Returns whether a call should go before its predecessor.
-
-        It should if it frees more than it makes there, and the predecessor makes at least as much as it frees.
-        """
+        """Returns whether a call should go before its predecessor. It should if it frees more than it makes there, and
+        the predecessor makes at least as much as it frees."""
         memory = self.memory
         if before in memory.depends[call] or not (is_pure(call) and is_pure(before)):
             return False
@@ -138,10 +133,8 @@ class _Order:
 
 
 def _emit(calls: list[Node], run: list[Node]) -> None:
-    """Puts the nodes of a run in the order of its calls.
-
-    Views stand where they are first read, elements of a tuple right behind its call.
-    """
+    """Puts the nodes of a run in the order of its calls. Views stand where they are first read, elements of a tuple
+    right behind its call."""
     behind, left = run[-1].next, set(run)
 
     def place(node: Node) -> None:

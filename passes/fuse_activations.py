@@ -142,9 +142,7 @@ def _bounded_calls(graph: Graph) -> Iterator[Node]:
 
 def _match_activation(graph_module: GraphModule, bounded: Node) -> _Formula | None:
     """Returns the activation that a tanh, erf or sigmoid is a part of; None if it is in no formula 0.5 x (1 + t).
-
-    Raises `NoMatch`, with the reason, for such a formula that is neither GELU nor SiLU, or that cannot be replaced.
-    """
+    Raises `NoMatch`, with the reason, for such a formula that is neither GELU nor SiLU, or that cannot be replaced."""
     formulas = list(_formulas(graph_module, bounded))
     if not formulas:
         return None

@@ -129,11 +129,8 @@ class _Rewrite:
         return self._call(aten.masked_fill.Scalar, zeros, masked, step.number)
 
     def _cleared(self, mask: Node, below: float) -> tuple[Node, Node]:
-        """Returns query and mask with zeros in rows in which every score is masked.
-
-        All scores of such a row are then alike, and none gets a gradient; see `passes.patterns.mask_rows` for what
-        kernels would compute otherwise.
-        """
+        """Returns query and mask with zeros in rows in which every score is masked. All scores of such a row are then
+        alike, and none gets a gradient; see `passes.patterns.mask_rows` for what kernels would compute otherwise."""
         largest = self._call(aten.amax.default, mask, [-1], True)
         whole = self._call(aten.le.Scalar, largest, below)
         query = self._call(aten.masked_fill.Scalar, self.match.query, whole, 0.0)

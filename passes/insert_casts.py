@@ -140,10 +140,8 @@ def _cast(graph: Graph, user: Node, value: Node, dtype: torch.dtype) -> Node:
 
 
 def _hold_ancestors(value: Node, largest: float) -> None:
-    """Clamps to ±`largest` the numbers that fill a mask, so that they stay finite when `value` is cast.
-
-    The mask may be `value`, or one of the values from which it is computed.
-    """
+    """Clamps to ±`largest` the numbers that fill a mask, so that they stay finite when `value` is cast. The mask may be
+    `value`, or one of the values from which it is computed."""
 
     def passes_on(node: Node) -> bool:
         known = fills_with(node) or moves_data(node) or op_name(node) in ("add", "mul", "masked_fill", "where")

@@ -61,11 +61,8 @@ _Reuse: TypeAlias = tuple[Node, Node, Any, str]
 
 
 def _reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> list[_Reuse]:
-    """Returns all reuses, found in the graph before any is made.
-
-    They do not disturb each other: no later call reads a block that is written over under an old name, and the result
-    counts as new memory.
-    """
+    """Returns all reuses, found in the graph before any is made. They do not disturb each other: no later call reads a
+    block that is written over under an old name, and the result counts as new memory."""
     aliases = find_cautious_aliases(graph_module.graph)
     calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
     found = (next(_of(node, aliases, among), None) for node in calls if among is None or node in among)

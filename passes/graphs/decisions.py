@@ -165,10 +165,8 @@ class _Search:
         return all(_whole(user) == whole for user in node.users if user not in self.late)
 
     def decides_again(self, node: Node) -> bool:
-        """Returns whether a call of the backward that decides by the forward's values must read the forward's bits.
-
-        It need not if it is a threshold, at which the derivative of a continuous function jumps.
-        """
+        """Returns whether a call of the backward that decides by the forward's values must read the forward's bits. It
+        need not if it is a threshold, at which the derivative of a continuous function jumps."""
         if _name(node) not in _COMPARISONS:
             masks = all(value.dtype == torch.bool for value in tensors(node.meta.get("val")))
             return _is_marked(node) or not (masks or _name(node) in ("sign", "sgn"))

@@ -64,10 +64,8 @@ def verify(graph_module: GraphModule, *, before: GraphModule | None = None) -> N
 
 def _kind(node: Node) -> Hashable | None:
     """A key of an operator's call: its arguments, and the kinds of the values that it reads and stores. Of two calls
-    with equal keys only one has to be checked.
-
-    None where a result may depend on more: for calls of anything else, and for values that are not fake tensors.
-    """
+    with equal keys only one has to be checked. None where a result may depend on more: for calls of anything else, and
+    for values that are not fake tensors."""
     if not isinstance(node.target, OPERATOR_OVERLOAD) or any("val" not in source.meta for source in sources_of(node)):
         return None
     values = [source.meta["val"] for source in sources_of(node)]

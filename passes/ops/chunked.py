@@ -186,10 +186,8 @@ class ChunkedCrossEntropy:
         return _Result(total / divisor, divisor, of_hidden, of_weight, of_bias)
 
     def _chunk(self, part: slice, of_hidden: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None) -> Tensor:
-        """Returns the summed loss of the rows `part`, and writes or adds their gradients to the tensors given.
-
-        What it allocates is freed when it returns.
-        """
+        """Returns the summed loss of the rows `part`, and writes or adds their gradients to the tensors given. What it
+        allocates is freed when it returns."""
         differentiates = not (of_hidden is of_weight is of_bias is None)
         logits = self._logits(part)
         tanh = logits.clone() if self.how.softcap and differentiates else None

@@ -179,10 +179,8 @@ def _kernel(function: Callable[..., Tensor], device_type: str) -> Callable[..., 
 
 
 def _parts(x: Tensor, tile: str) -> Iterator[tuple[slice, slice]]:
-    """Yields slices of the rows that are widened at a time, each with the slice of their scales' rows.
-
-    On CUDA, where nothing is widened in memory, there is one slice of all rows.
-    """
+    """Yields slices of the rows that are widened at a time, each with the slice of their scales' rows. On CUDA, where
+    nothing is widened in memory, there is one slice of all rows."""
     step = TILES[tile].rows if tile else 1
     rows = x.shape[0] if x.device.type == "cuda" else PART_ELEMENTS // max(1, x.shape[1])
     rows = max(1, -(-rows // step)) * step

@@ -195,10 +195,8 @@ def _trusted(
 
 
 def _example(device: torch.device, tile: str, dtype: torch.dtype, side: int) -> Operand:
-    """Returns the left operand, [256, 640], of a test product, or for `side` 1 the right one, [640, 384].
-
-    Their tiles differ widely in scale, and their dimensions in the number of tiles.
-    """
+    """Returns the left operand, [256, 640], of a test product, or for `side` 1 the right one, [640, 384]. Their tiles
+    differ widely in scale, and their dimensions in the number of tiles."""
     generator = torch.Generator().manual_seed(side)
     shape = (256, 640) if not side else (640, 384)
     spread = torch.randn(-(-shape[0] // 32), -(-shape[1] // 32), generator=generator).mul_(2).exp_()

@@ -145,10 +145,8 @@ def _both(x: Tensor, dtype: torch.dtype, tiles: tuple[str, str], wanted: tuple[b
 
 
 def _narrow_gradient(gradient: Tensor, by: Fp8Scaling, history: str, wanted: tuple[bool, bool]) -> list[_Quantized]:
-    """Returns the gradient quantised by tiles along its columns and along its rows, as `_both` does.
-
-    With a `history`, which delayed scaling has, both are the same copy, by one scale.
-    """
+    """Returns the gradient quantised by tiles along its columns and along its rows, as `_both` does. With a `history`,
+    which delayed scaling has, both are the same copy, by one scale."""
     if not history:
         return _both(gradient, by.gradients, (by.values, turned(by.values)), wanted)
     if not any(wanted):

@@ -15,11 +15,8 @@ def _with_gradients(
     ignore_index: int, label_smoothing: float, scale: float, softcap: float, rows: int, needs_hidden: bool,
     needs_weight: bool, needs_bias: bool, later: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns loss, divisor and the gradients of hidden, weight and bias (see `passes.ops.chunked._Result`).
-
-    Gradients that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the
-    backward.
-    """
+    """Returns loss, divisor and the gradients of hidden, weight and bias (see `passes.ops.chunked._Result`). Gradients
+    that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the backward."""
     how = LossOptions(reduction, ignore_index, label_smoothing, scale, softcap, rows)
     chunks = ChunkedCrossEntropy(hidden, weight, bias, target, class_weight, how)
     found = chunks.run(hidden=needs_hidden, weight=needs_weight and not later, bias=needs_bias and not later)

@@ -87,9 +87,7 @@ def _backward(
     rows: list[Tensor], whole: list[Tensor], biased: list[int], program: str, chunk: int, *, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of the operands that need one, by `needs`, which has an entry for each, in their order.
-
-    What is summed over the rows is summed in fp32 (fp64 for fp64).
-    """
+    What is summed over the rows is summed in fp32 (fp64 for fp64)."""
     groups = (hidden, False), (weight, True), (bias, True), (rows, False), (whole, True)
     remaining = iter(needs)
     made = [[_zeros(one, summed) if next(remaining) else None for one in group] for group, summed in groups]

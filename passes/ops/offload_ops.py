@@ -54,11 +54,8 @@ class _Block:
 
 
 class _HostMemory:
-    """A pool of blocks.
-
-    A lease ends when the last tensor in the block is freed: in the backward that fetches it, or with an autograd graph
-    whose backward never ran.
-    """
+    """A pool of blocks. A lease ends when the last tensor in the block is freed: in the backward that fetches it, or
+    with an autograd graph whose backward never ran."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.pinned = pinned

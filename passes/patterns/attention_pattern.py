@@ -85,10 +85,8 @@ def walk_up_scores(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
 
 
 def _added(node: Node) -> tuple[Node, list[ScoreStep]]:
-    """As `walk_up_scores`, for a sum of scores and a mask in either order.
-
-    Raises `NoMatch` if neither operand comes from Q Kᵀ.
-    """
+    """As `walk_up_scores`, for a sum of scores and a mask in either order. Raises `NoMatch` if neither operand comes
+    from Q Kᵀ."""
     mismatch = NoMatch(f"{node.name} does not add a tensor to the attention scores")
     for scores, mask in (node.args[1::-1], node.args[:2]):
         if not (isinstance(scores, Node) and isinstance(mask, Node)):

@@ -28,10 +28,8 @@ class LogitsStep:
 
 @dataclass(frozen=True)
 class _Formula:
-    """The function of the logits `x` that the loss is given: `softcap * tanh(scale * (x + bias))`.
-
-    It is `scale * (x + bias)` where `softcap` is 0. If `normalised`, a log_softmax follows.
-    """
+    """The function of the logits `x` that the loss is given: `softcap * tanh(scale * (x + bias))`. It is `scale * (x +
+    bias)` where `softcap` is 0. If `normalised`, a log_softmax follows."""
 
     scale: float = 1.0
     softcap: float = 0.0
@@ -39,10 +37,8 @@ class _Formula:
     normalised: bool = False
 
     def above(self, node: Node) -> "_Formula":
-        """Returns the formula of the call `node` followed by this formula.
-
-        Raises `NoMatch` if `memopt::linear_cross_entropy` cannot compute that.
-        """
+        """Returns the formula of the call `node` followed by this formula. Raises `NoMatch` if
+        `memopt::linear_cross_entropy` cannot compute that."""
         name = op_name(node).removesuffix("_")
         factor = _factor(node)
         if name == "log_softmax":
@@ -97,10 +93,8 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
 
 
 def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
-    """Returns the input of a step, the dimension of the classes in it, and whether the step moves rows.
-
-    The input is None where the call is no step. Raises `NoMatch` for one that splits or picks classes.
-    """
+    """Returns the input of a step, the dimension of the classes in it, and whether the step moves rows. The input is
+    None where the call is no step. Raises `NoMatch` for one that splits or picks classes."""
     name = op_name(node).removesuffix("_")
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, Node):

@@ -60,10 +60,8 @@ def _reads_classes(node: Node, depth: int) -> bool:
 
 
 class _Loop:
-    """A loop, unrolled in the graph, that ends in the call `end`, which joins the results of its turns.
-
-    A turn computes one sample (`samples`, joined by `stack`) or a part of some rows (joined by `cat`).
-    """
+    """A loop, unrolled in the graph, that ends in the call `end`, which joins the results of its turns. A turn computes
+    one sample (`samples`, joined by `stack`) or a part of some rows (joined by `cat`)."""
 
     def __init__(self, end: Node, samples: bool) -> None:
         self.end, self.samples = end, samples

@@ -158,9 +158,7 @@ class RowProgram:
 
     def _reduced(self, node: Node, class_dim: int, steps: tuple[LogitsStep, ...]) -> str | None:
         """Returns the name of a value [rows, 1] for a result that other values of the region read, such as a maximum.
-
-        None for any other node.
-        """
+        None for any other node."""
         inner: Any = node.args[0] if op_name(node) == "unsqueeze" else node
         value = self.region.results.get(inner)
         by_row = op_name(inner) in ("gather", "select") or (op_name(inner) in REDUCTIONS and len(reduced(inner)) == 1)

@@ -88,9 +88,7 @@ def row_region_of(seed: Node) -> RowRegion:
 
 def _layer_above(value: Node, class_dim: int) -> tuple[Node, int]:
     """Returns the linear layer that a value with classes is computed from, and the dimension of the classes there.
-
-    Raises `NoLayer` if there is none.
-    """
+    Raises `NoLayer` if there is none."""
     while op_name(value) not in LAYERS:
         above = next(_with_classes(value, class_dim), None)
         if above is None:
@@ -146,11 +144,8 @@ def _grow(region: RowRegion, node: Node, class_dim: int) -> None:
 
 
 def _absorb(region: RowRegion) -> None:
-    """Adds other values with classes that the region reads.
-
-    A value comes with all that is computed from its linear layer, if that can be added. Else it comes alone, if nothing
-    but the region reads it.
-    """
+    """Adds other values with classes that the region reads. A value comes with all that is computed from its linear
+    layer, if that can be added. Else it comes alone, if nothing but the region reads it."""
     pending = [*region.inside, *region.results]
     while pending:
         node = pending.pop()

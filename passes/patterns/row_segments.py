@@ -182,11 +182,9 @@ class _Growth:
         """Per root, and per input in `finder.trained`: the number of its readers that are no members, or not yet."""
 
     def preference(self) -> tuple[int, bool, int]:
-        """Returns a key that is larger for the better of two segments.
-
-        It compares the bytes inside less those at the edges; then whether the rows are a multiple of the tiles, as a
-        copy is least likely then; then the number of rows, if that is a symbol.
-        """
+        """Returns a key that is larger for the better of two segments. It compares the bytes inside less those at the
+        edges; then whether the rows are a multiple of the tiles, as a copy is least likely then; then the number of
+        rows, if that is a symbol."""
         segment = self.segment()
         even = isinstance(self.rows, int) and not self.rows % self.finder.tiles
         rows = 0 if isinstance(self.rows, int) else size_seen(self.rows) or 0
