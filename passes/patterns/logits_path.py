@@ -51,8 +51,8 @@ class _Formula:
             raise NoMatch(f"a bias is added to the logits after {node.name}")
         if factor is not None:
             return replace(self, scale=self.scale * factor)
-        if name == "add":
-            return replace(self, bias=_bias(node))
+        if (terms := _sum(node)) is not None:
+            return replace(self, bias=terms[1])
         if self.softcap:
             raise NoMatch("the logits go through tanh twice")
         return replace(self, scale=1.0, softcap=self.scale)
@@ -100,7 +100,8 @@ def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
     if not isinstance(source, Node):
         return None, class_dim, False
     if name == "add":
-        return _added_to(node), class_dim, False
+        terms = _sum(node)
+        return (None if terms is None else terms[0]), class_dim, False
     if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
         return source, class_dim, False
     if name == "log_softmax":
@@ -229,20 +230,13 @@ def _factor(node: Node) -> float | None:
     return value if name == "mul" else 1.0 / value if value else None
 
 
-def _added_to(node: Node) -> Node | None:
-    """The logits in a sum of logits and a bias; None for any other call."""
+def _sum(node: Node) -> tuple[Node, Node] | None:
+    """Returns logits and bias, for a call that adds them; None for any other call."""
     one, other = (argument if isinstance(argument, Node) else None for argument in node.args[:2])
     if one is None or other is None or node.kwargs:
         return None
     logits, bias = (one, other) if one.meta["val"].dim() >= other.meta["val"].dim() else (other, one)
-    return logits if bias.meta["val"].dim() == 1 and logits.meta["val"].dim() > 1 else None
-
-
-def _bias(node: Node) -> Node:
-    logits = _added_to(node)
-    (bias,) = (argument for argument in node.args[:2] if argument is not logits)
-    assert isinstance(bias, Node)
-    return bias
+    return (logits, bias) if bias.meta["val"].dim() == 1 and logits.meta["val"].dim() > 1 else None
 
 
 def _is_float_cast(node: Node) -> bool:

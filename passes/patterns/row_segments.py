@@ -143,16 +143,16 @@ class _Finder:
 
     def can_split(self, operands: Operands, rows: Any) -> bool:
         """Returns whether operands can be split into tiles of `rows` rows where they have rows."""
-        return all(place is None or self._can_split(source, place, rows) for source, place in operands)
-
-    def _can_split(self, source: Node, place: RowsPlace, rows: Any) -> bool:
-        value = source.meta.get("val")
-        return (
-            isinstance(value, torch.Tensor)
-            and statically_known_true(place.outer == 1)
-            and statically_known_true(value.shape[place.dim] == rows * place.inner)
-            and not self.is_written(source)
-        )
+        for source, place in operands:
+            value = source.meta.get("val")
+            if place is not None and not (
+                isinstance(value, torch.Tensor)
+                and statically_known_true(place.outer == 1)
+                and statically_known_true(value.shape[place.dim] == rows * place.inner)
+                and not self.is_written(source)
+            ):
+                return False
+        return True
 
     def _starts(self, call: Node) -> Iterator[tuple[Node, RowsPlace]]:
         """Yields the dimensions of a call's operands, but for those of parameters, that may have the rows."""
