@@ -137,7 +137,7 @@ def _shared_or_written(graph: Graph, held: dict[Node, frozenset[Hashable]]) -> f
     for node in graph.nodes:
         if may_write(node):
             exposed.update(node.all_input_nodes)
-    return frozenset().union(*(held[node] for node in exposed))
+    return frozenset().union(*map(held.__getitem__, exposed))
 
 
 def _size_bytes(node: Node) -> int | float:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
-from passes.graphs.aliases import storages
+from passes.graphs.aliases import storages, storages_of
 from passes.graphs.edit import new_call, on_stored_values, refresh, replace_node, restride, result_of
 from passes.graphs.node_facts import is_float, may_write
 from passes.graphs.op_kinds import PICKS, is_cast, is_view, moves_data, op_name
@@ -38,7 +38,7 @@ class MergeCasts(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
-        written = _written(graph)
+        written = storages_of(source for node in graph.nodes if may_write(node) for source in node.all_input_nodes)
         with on_stored_values(graph):
             casts, changed = _casts(graph), True
             while changed:
@@ -47,16 +47,6 @@ class MergeCasts(Pass):
                     if step(graph, casts, written):
                         casts, changed = _casts(graph), True
         return graph_module
-
-
-def _written(graph: Graph) -> frozenset[Hashable]:
-    """Returns the storages that a call may write to."""
-    found: set[Hashable] = set()
-    for node in graph.nodes:
-        if may_write(node):
-            for source in node.all_input_nodes:
-                found |= storages(source)
-    return frozenset(found)
 
 
 def _casts(graph: Graph) -> list[Node]:

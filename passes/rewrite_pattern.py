@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.graphs.aliases import storages
+from passes.graphs.aliases import storages_of
 from passes.graphs.edit import erase_unread, new_call, on_stored_values, replace_node
 from passes.graphs.node_facts import same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
@@ -135,11 +135,11 @@ def check_unwritten(
     """Raises `NoMatch` where a call after `first`, up to `last`, writes to the memory of one of the values.
 
     `what` names the values in the message."""
-    held = frozenset[Any]().union(*(storages(value) for value in values))
+    held = storages_of(values)
     node = first
     while node is not last:
         node = node.next
-        if any(storages(argument) & held for argument in mutated_arguments(node)):
+        if storages_of(mutated_arguments(node)) & held:
             raise NoMatch(f"{node.name} writes to {what}")
 
 

@@ -31,7 +31,7 @@ def fuse_ops(graph: OperatorGraph) -> Decision:
         passes.append(FuseActivations(frozenset(fused)))
     if normed := _fused(norms):
         passes.append(FuseNorms(frozenset(normed)))
-    reasons = [activation.reason for activation in activations] + [norm.reason for norm in norms]
+    reasons = [formula.reason for formula in (*activations, *norms)]
     left = dict.fromkeys(f"{LABEL}: some formulas are left as they are, since {reason}" for reason in reasons if reason)
     if not passes:
         return Decision(Pipeline((), label=LABEL), notes=tuple(left))

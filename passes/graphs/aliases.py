@@ -58,6 +58,11 @@ def storages(node: Node) -> frozenset[Hashable]:
     )
 
 
+def storages_of(nodes: Iterable[Node]) -> frozenset[Hashable]:
+    """Returns the keys of all storages behind the values of the nodes."""
+    return frozenset[Hashable]().union(*map(storages, nodes))
+
+
 def viewed_argument(node: Node) -> Node | None:
     """Returns the argument whose memory the node's result shares, by the operator's schema; None without one.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from passes.graphs.aliases import storages
+from passes.graphs.aliases import storages, storages_of
 from passes.graphs.node_facts import arguments_of, is_random, named_dims, same_sizes
 from passes.graphs.op_kinds import broadcasts, is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import LogitsStep, row_move, takes_all
@@ -247,8 +247,7 @@ def reduced(node: Node) -> tuple[int, ...]:
 def _check_writes(region: RowRegion) -> None:
     """Raises `NoMatch` where a value that is written over is read through an alias afterwards."""
     for node in region.inside:
-        written = mutated_arguments(node)
-        held = frozenset().union(*map(storages, written)) if written else frozenset()
+        held = storages_of(mutated_arguments(node))
         for other in region.inside:
             if other < node and held & storages(other) and any(user > node for user in other.users):
                 raise NoMatch(f"{node.name} writes to logits that are read later through an alias")
