@@ -51,7 +51,7 @@ class _Formula:
             raise NoMatch(f"a bias is added to the logits after {node.name}")
         if factor is not None:
             return replace(self, scale=self.scale * factor)
-        if (terms := _sum(node)) is not None:
+        if name == "add" and (terms := _sum(node)) is not None:
             return replace(self, bias=terms[1])
         if self.softcap:
             raise NoMatch("the logits go through tanh twice")
