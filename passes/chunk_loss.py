@@ -12,10 +12,9 @@ from passes.compat import schema_of
 from passes.graph_pass import Pass, copy_graph_module
 from passes.graphs.edit import erase_unread, new_call, on_stored_values
 from passes.graphs.node_facts import is_pure
-from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from passes.patterns.logits_path import as_rows, moved, replace_class_size
+from passes.patterns.logits_path import as_rows, moved, other_size_readers
 from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
@@ -169,9 +168,8 @@ def _rewrite(match: LossMatch, options: dict[str, Any]) -> None:
             with match.loss.graph.inserting_before(step.node):
                 source = moved(step, source, match.linear.width)
         sources[step.node] = source
-        for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
-            if not replace_class_size(reader, step.node.meta["val"], step.class_dim):
-                reader.replace_input_with(step.node, source)
+        for reader in other_size_readers(step.node, step.class_dim):
+            reader.replace_input_with(step.node, source)
     with match.loss.graph.inserting_before(match.loss):
         result = _loss(match, as_rows(source, class_dim, match.linear.width, match.loss), options)
     match.loss.replace_all_uses_with(result)

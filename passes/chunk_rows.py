@@ -10,9 +10,8 @@ from torch.fx import Graph, Node
 from passes.compat import size_seen
 from passes.graphs.edit import erase_unread, new_call, restride
 from passes.graphs.node_facts import arguments_of
-from passes.graphs.op_kinds import op_name
 from passes.ops.linear_rows import LINEAR_ROWS
-from passes.patterns.logits_path import as_rows, moved, replace_class_size
+from passes.patterns.logits_path import as_rows, moved, other_size_readers
 from passes.patterns.row_program import RowOperand, RowProgram, RowResult, late_operands, place_of
 from passes.patterns.row_region import RowRegion
 
@@ -24,10 +23,9 @@ def rewrite_rows(region: RowRegion, programs: Collection[RowProgram], rows: int)
     of `memopt::linear_rows`: one for each program, run on chunks of `rows` rows (0: a number chosen for the layer).
     Calls that nothing reads any more are erased."""
     for node, class_dim in region.inside.items():
-        for reader in [user for user in node.users if op_name(user) == "sym_size"]:
-            if not replace_class_size(reader, node.meta["val"], class_dim):
-                with reader.graph.inserting_before(reader):
-                    reader.replace_input_with(node, _like(region, node))
+        for reader in other_size_readers(node, class_dim):
+            with reader.graph.inserting_before(reader):
+                reader.replace_input_with(node, _like(region, node))
     made: dict[Node, Node] = {}
     for program in programs:
         _Rewrite(program, made).apply(rows)

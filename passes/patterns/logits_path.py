@@ -22,8 +22,12 @@ class LogitsStep:
 
     node: Node
     class_dim: int
-    moves_rows: bool = False
-    """Whether the rewrite makes this call on the linear layer's input instead."""
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether the call moves, picks or copies rows, so that the rewrite makes it on the linear layer's input."""
+        moved = row_move(self.node, self.class_dim)
+        return moved is not None and not takes_all(self.node, self.class_dim)
 
 
 @dataclass(frozen=True)
@@ -84,33 +88,32 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
     returned, formula = False, _Formula()
     while True:
         returned |= _is_returned(value, reader)
-        source, source_dim, moves = _source(value, class_dim)
-        steps.append(LogitsStep(value, class_dim, moves))
-        if source is None:
+        steps.append(LogitsStep(value, class_dim))
+        above = _source(value, class_dim)
+        if above is None:
             return Path(tuple(reversed(steps)), returned, formula)
         formula = formula.above(value)
-        reader, value, class_dim = value, source, source_dim
+        reader, (value, class_dim) = value, above
 
 
-def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
-    """Returns the input of a step, the dimension of the classes in it, and whether the step moves rows. The input is
-    None where the call is no step. Raises `NoMatch` for one that splits or picks classes."""
+def _source(node: Node, class_dim: int) -> tuple[Node, int] | None:
+    """Returns the input of a step, and the dimension of the classes in it; None where the call is no step. Raises
+    `NoMatch` for one that splits or picks classes."""
     name = op_name(node).removesuffix("_")
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, Node):
-        return None, class_dim, False
+        return None
     if name == "add":
         terms = _sum(node)
-        return (None if terms is None else terms[0]), class_dim, False
-    if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
-        return source, class_dim, False
+        return None if terms is None else (terms[0], class_dim)
     if name == "log_softmax":
         dim: Any = node.args[1]
         if dim % node.meta["val"].dim() != class_dim:
             raise NoMatch("the log_softmax is not over the classes")
-        return source, class_dim, False
-    moved = row_move(node, class_dim)
-    return (None, class_dim, False) if moved is None else (*moved, not takes_all(node, class_dim))
+        return source, class_dim
+    if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
+        return source, class_dim
+    return row_move(node, class_dim)
 
 
 def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
@@ -176,15 +179,18 @@ def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node
     return source if dims == 2 else new_call(like, torch.ops.aten.reshape.default, source, [-1, width])
 
 
-def replace_class_size(reader: Node, value: torch.Tensor, class_dim: int) -> bool:
-    """Replaces the call `reader`, which reads a size of the tensor `value`, by that size, if it is of the dimension
-    `class_dim`. Returns whether it has done so; False: nothing has changed."""
-    dim: Any = reader.args[1]
-    if dim % value.dim() != class_dim:
-        return False
-    reader.replace_all_uses_with(value.shape[class_dim])  # type: ignore[arg-type]
-    reader.graph.erase_node(reader)
-    return True
+def other_size_readers(node: Node, class_dim: int) -> list[Node]:
+    """Replaces the calls that read the size of a value in the dimension `class_dim` by that size, and returns the calls
+    that read its other sizes."""
+    value, others = node.meta["val"], list[Node]()
+    for reader in [user for user in node.users if op_name(user) == "sym_size"]:
+        dim: Any = reader.args[1]
+        if dim % value.dim() == class_dim:
+            reader.replace_all_uses_with(value.shape[class_dim])
+            reader.graph.erase_node(reader)
+        else:
+            others.append(reader)
+    return others
 
 
 def _indexed(indices: Any) -> int:

@@ -124,7 +124,7 @@ class RowProgram:
         if node in self.region.layers:
             return self._operand("x", RowOperand(node, steps, node, dim))
         if row_move(node, dim) is not None:
-            return self._value(first, steps if takes_all(node, dim) else (LogitsStep(node, dim, True), *steps))
+            return self._value(first, steps if takes_all(node, dim) else (LogitsStep(node, dim), *steps))
         if name in SAME - {"detach"}:
             return self._value(first, steps)
         values = [self._argument(argument, node, steps) for argument in node.args]

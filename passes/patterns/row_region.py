@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from passes.graphs.aliases import storages, storages_of
 from passes.graphs.node_facts import arguments_of, is_random, named_dims, same_sizes
 from passes.graphs.op_kinds import broadcasts, is_cast, mutated_arguments, op_name
-from passes.patterns.logits_path import LogitsStep, row_move, takes_all
+from passes.patterns.logits_path import LogitsStep, row_move
 from passes.patterns.loss_pattern import TOKEN_LOSSES, Linear, match_linear, picked_by_index
 from passes.rewrite_pattern import NoMatch
 
@@ -45,8 +45,8 @@ class RowRegion:
         move rows of its logits, in order."""
         steps: tuple[LogitsStep, ...] = ()
         while node not in self.layers:
-            moves = row_move(node, self.inside[node]) is not None and not takes_all(node, self.inside[node])
-            steps = (LogitsStep(node, self.inside[node], True), *steps) if moves else steps
+            step = LogitsStep(node, self.inside[node])
+            steps = (step, *steps) if step.moves_rows else steps
             node = next(source for source in node.all_input_nodes if source in self.inside)
         return node, steps
 
