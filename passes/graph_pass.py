@@ -52,8 +52,7 @@ class Pass(abc.ABC):
     shared with it, and so are the values in `node.meta`.
 
     A user's own pass goes to `memopt.plan(..., passes=[MyPass()])`; its class attribute `graph` says which graphs it is
-    for: "operators" (before differentiation) or "joint" (forward and backward).
-    """
+    for: "operators" (before differentiation) or "joint" (forward and backward)."""
 
     graph: ClassVar[GraphKind] = "operators"
     """The kind of graph that the pass is for where it is one of a user's own `passes`."""
@@ -124,8 +123,7 @@ class Pipeline(Pass):
     `passes` may be any sequence of passes and is kept as a tuple. `label` names what they do together.
 
     All passes rewrite one copy, which is checked at the end; if it is wrong, they run one by one, each checked, so that
-    the error names the pass.
-    """
+    the error names the pass."""
 
     passes: tuple[Pass, ...]
     label: str = ""
@@ -190,8 +188,7 @@ def passes_for(graph: GraphKind, passes: Iterable[Pass]) -> tuple[Pass, ...]:
     """Returns those of the passes that are for one kind of graph, "operators" or "joint", in order; a `Pipeline` counts
     as the passes in it.
 
-    Raises TypeError for an object that is no pass, and ValueError for a pass whose `graph` is no kind of graph.
-    """
+    Raises TypeError for an object that is no pass, and ValueError for a pass whose `graph` is no kind of graph."""
     flat = list(_flat(tuple(passes)))
     for listed in flat:
         if listed.graph not in ("operators", "joint"):

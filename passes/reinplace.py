@@ -18,8 +18,7 @@ def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None
     """Returns the calls that `Reinplace` rewrites, in the graph's order, as pairs of names: of the call, and of the
     operand that it writes its result over.
 
-    With `among`, only those calls that are in it, and that write over memory which a node in it makes.
-    """
+    With `among`, only those calls that are in it, and that write over memory which a node in it makes."""
     return tuple((node.name, operand.name) for node, operand, *_ in _reuses(graph_module, among))
 
 

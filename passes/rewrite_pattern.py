@@ -60,8 +60,7 @@ class RewritePattern(Pass, Generic[Data]):
     def match(self, node: Node) -> Data | None:
         """Returns the data that `replace` needs of the pattern that ends at this call; None or False for no pattern.
 
-        Must not change the graph.
-        """
+        Must not change the graph."""
 
     @abc.abstractmethod
     def replace(self, node: Node, found: Data) -> Node:
@@ -118,8 +117,7 @@ def check_named(names: Collection[str], reasons: Mapping[str, str], unknown: str
 def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like: Node) -> None:
     """Raises `NoMatch` where anything but `readers` reads one of the values `inner`, or the graph returns one.
 
-    Calls that only read a size of a value are allowed where the value has the shape of `like`.
-    """
+    Calls that only read a size of a value are allowed where the value has the shape of `like`."""
     for node in inner:
         value = node.meta["val"]
         sized = isinstance(value, torch.Tensor) and same_sizes(value.shape, like.meta["val"].shape)
@@ -152,8 +150,7 @@ def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any)
 def erase_inner(inner: Collection[Node], like: Node) -> None:
     """Erases calls of a match, `inner`, that nothing reads any more, and constants and casts that only they read.
 
-    Calls that read the size of one of `inner` read that of `like` instead.
-    """
+    Calls that read the size of one of `inner` read that of `like` instead."""
     for node in inner:
         for user in [measure for measure in node.users if op_name(measure) == "sym_size"]:
             user.replace_input_with(node, like)

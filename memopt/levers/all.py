@@ -86,8 +86,7 @@ def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
     then the user's own, sorted by name.
 
     Raises `TypeError` where `allow` is a string or no collection. Raises `ValueError` for a name that is not in
-    `LEVERS` or that another option of `optimize` takes, and for two different levers of one name.
-    """
+    `LEVERS` or that another option of `optimize` takes, and for two different levers of one name."""
     if isinstance(allow, str) or not isinstance(allow, Collection):
         raise TypeError(f"allow must be a set of lever names, such as memopt.DEFAULT_LEVERS | {{'fp8'}}, not {allow!r}")
     own: list[Lever] = []

@@ -148,8 +148,7 @@ class PricedLevers:
         these levers holds. The old values of these rows have no influence.
 
         Where parameters are stepped in the backward, the rows of gradients and of the optimizer's temporaries are 0:
-        the solver's problem has them as storages.
-        """
+        the solver's problem has them as storages."""
         rows: dict[str, Any] = self.after.rows
         if self.stepping is not None:
             rows.update(gradients=0, optimizer_temporaries=0)

@@ -33,8 +33,7 @@ def propagating(mode: Any) -> Iterator[None]:
     or autocast. No guards and no pending symbols are left behind.
 
     With symbolic sizes, operators run by torch's Python implementations where there are any, as in tracing, since some
-    kernels do not take such sizes.
-    """
+    kernels do not take such sizes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for device in ("cpu", "cuda"):
@@ -168,8 +167,7 @@ def erase_unread(nodes: Iterable[Node], erasable: Callable[[Node], bool] = is_pu
 class LazyCode(GraphModule):
     """A `GraphModule` whose `recompile` only drops the code, which is generated when it is next called or read.
 
-    Generating the code of a graph of thousands of nodes takes longer than most passes over it.
-    """
+    Generating the code of a graph of thousands of nodes takes longer than most passes over it."""
 
     def recompile(self) -> None:  # type: ignore[override]
         type(self).forward = LazyCode.forward  # type: ignore[method-assign]  # every graph module has its own class

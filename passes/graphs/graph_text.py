@@ -28,8 +28,7 @@ def format_graph(graph: Graph | GraphModule) -> str:
 def format_node(node: Node, name_of: Callable[[Node], str] = lambda node: node.name) -> str:
     """One line: `add: f32[2, 64] = aten.add.Tensor(view, primals_3, alpha=2)`.
 
-    `name_of` gives each node's name, so that a diff can print one graph in the names of another.
-    """
+    `name_of` gives each node's name, so that a diff can print one graph in the names of another."""
     if node.op == "output":
         return f"return {format_argument(node.args[0], name_of)}"
     head = f"{name_of(node)}: {format_value(node.meta['val'])}" if "val" in node.meta else name_of(node)

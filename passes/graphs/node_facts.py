@@ -79,8 +79,7 @@ def is_pure(node: Node) -> bool:
     """True if the node may be removed when unused: it writes nothing, is not random, and asserts nothing.
 
     Collectives, higher-order operators and custom operators count as impure, except those of memopt that are known to
-    be pure.
-    """
+    be pure."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function":
@@ -160,8 +159,7 @@ def argument_key(argument: Any) -> Hashable:
     """Returns a hashable key for a node's argument: equal keys mean the same value of the same type.
 
     The key holds types, since `1 == 1.0 == True` in Python, and an operator's result type depends on which it is.
-    Symbolic sizes and tensors are compared by identity.
-    """
+    Symbolic sizes and tensors are compared by identity."""
     if isinstance(argument, Node):
         return (Node, argument.name)
     if argument is None or isinstance(argument, (int, str)):

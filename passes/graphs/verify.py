@@ -135,8 +135,7 @@ def changed_nodes(before: Graph, after: Graph) -> list[Node]:
     """The nodes of `after` that have no namesake in `before`, or whose call, `meta["val"]` or arguments' `meta["val"]`
     differ from their namesake's.
 
-    Values are compared by identity: a copied node keeps its value, a pass that sets one sets a new one.
-    """
+    Values are compared by identity: a copied node keeps its value, a pass that sets one sets a new one."""
     old = {node.name: node for node in before.nodes}
 
     def same_value(node: Node) -> bool:

@@ -72,8 +72,7 @@ class ChunkedLinear:
         Writes the rows `part` of `of_hidden`, [rows, width], and adds to `of_weight`, [classes, width], which is in
         fp32, or in fp64 for fp64 input; where one is None, that gradient is not computed. The logits' gradient is
         multiplied with `lift` while it is in the dtype of `hidden`, so that small values do not become 0, and the
-        results are divided by `lift`.
-        """
+        results are divided by `lift`."""
         hidden, low = self.hidden[part], self.hidden.dtype
         narrow = gradient * lift if lift != 1.0 and low != self.wide else gradient
         if low != self.wide and self.padding:

@@ -220,8 +220,7 @@ def scaled_matmul(
     """Returns `(a · a_scale) @ (b · b_scale) + bias`, [m, n], in `dtype`.
 
     `a` is [m, k] in 8 bits, or [k, m] with `turn_a`; `b` is [k, n], or [n, k] with `turn_b`; `bias` is [n]. The scales
-    are those that `quantize` returns for the matrices as given: one number, or one for each tile.
-    """
+    are those that `quantize` returns for the matrices as given: one number, or one for each tile."""
     left, right = Operand.of(a, a_scale, turn_a), Operand.of(b, b_scale, turn_b)
     kernel = kernel_for(left, right, dtype)
     if kernel is None:

@@ -133,8 +133,7 @@ def softmaxes(graph: Graph) -> Iterator[Node]:
 def match_attention(softmax: Node, rows: MaskRows) -> AttentionMatch:
     """Returns the attention that a softmax is part of. `rows` tells whether masks leave a score in every row.
 
-    Raises `NoMatch`, with the reason, where `scaled_dot_product_attention` would compute something else.
-    """
+    Raises `NoMatch`, with the reason, where `scaled_dot_product_attention` would compute something else."""
     dim: Any = softmax.args[1]
     dims = softmax.meta["val"].dim()
     if dim % dims != dims - 1:

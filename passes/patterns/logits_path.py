@@ -119,8 +119,7 @@ def _source(node: Node, class_dim: int) -> tuple[Node, int] | None:
 def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
     """Returns the input of a call that moves, picks or copies rows of classes, and the dimension of the classes there.
 
-    None for another call. Raises `NoMatch` for one that splits the classes, or picks among them.
-    """
+    None for another call. Raises `NoMatch` for one that splits the classes, or picks among them."""
     name, source = op_name(node), node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None

@@ -59,8 +59,7 @@ def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
     """Yields the calls of `log_softmax` and `logsumexp` from which a loss may be computed, if their input is logits.
 
     Left out are calls in `taken`, which belong to a loss that was matched already, and those that torch's cross entropy
-    or `nll_loss` reads.
-    """
+    or `nll_loss` reads."""
     for node in graph.nodes:
         of_a_loss = any(op_name(user) in TOKEN_LOSSES for user in node.users)
         if op_name(node) in ("log_softmax", "logsumexp") and node not in taken and not of_a_loss:
@@ -71,8 +70,7 @@ def row_region_of(seed: Node) -> RowRegion:
     """Returns the `RowRegion` around `seed`, a call such as `log_softmax` of logits.
 
     Raises `NoLayer` if the classes are not the outputs of a linear layer. Raises `NoMatch` if anything else reads one
-    of the values with classes, or if one is written over and read later through an alias.
-    """
+    of the values with classes, or if one is written over and read later through an alias."""
     value: Any = seed.args[0]
     last = value.meta["val"].dim() - 1
     class_dim = min(1, last) if op_name(seed) in TOKEN_LOSSES else last
