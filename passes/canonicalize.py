@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from passes.forward_writes import ForwardWrites
 from passes.graph_pass import GraphKind, Pass, Pipeline
@@ -110,8 +110,10 @@ class MergeCommonSubexpressions(Pass):
         graph = graph_module.graph
         backward = backward_nodes(graph)
         held = {node: storages(node) for node in graph.nodes}
-        untouchable = _shared_or_written(graph, held)
         returned = set(graph.output_node().all_input_nodes)
+        written = (source for node in graph.nodes if may_write(node) for source in node.all_input_nodes)
+        # Values in storages that are returned or may be written to are not merged.
+        untouchable = frozenset[Hashable]().union(*map(held.__getitem__, {*returned, *written}))
         writes_so_far = 0
         first_of: dict[Hashable, Node] = {}
         for node in list(graph.nodes):
@@ -129,15 +131,6 @@ class MergeCommonSubexpressions(Pass):
             if first is not node:
                 replace_node(node, first)
         return graph_module
-
-
-def _shared_or_written(graph: Graph, held: dict[Node, frozenset[Hashable]]) -> frozenset[Hashable]:
-    """Returns the storages that are returned or may be written to; values in them are not merged."""
-    exposed = set(graph.output_node().all_input_nodes)
-    for node in graph.nodes:
-        if may_write(node):
-            exposed.update(node.all_input_nodes)
-    return frozenset().union(*map(held.__getitem__, exposed))
 
 
 def _size_bytes(node: Node) -> int | float:

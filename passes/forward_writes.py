@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
 from passes.graphs.aliases import viewed_argument
@@ -37,25 +37,21 @@ class ForwardWrites(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
+        moved: set[Node] = set()
+        """Calls that read a value which may have other strides than before."""
         with on_stored_values(graph):
-            _forward(graph)
+            for node in list(graph.nodes):
+                if node in moved and not _refreshed(node):
+                    moved.update(node.users)
+                source = _written_value(node) if node.op == "call_function" else None
+                if source is None or not _can_stand_for(source, node):
+                    continue
+                if not same_sizes(source.meta["val"].stride(), node.meta["val"].stride()):
+                    moved.update(node.users)
+                read = node.all_input_nodes
+                replace_node(node, source)
+                erase_unread(read)
         return graph_module
-
-
-def _forward(graph: Graph) -> None:
-    moved: set[Node] = set()
-    """Calls that read a value which may have other strides than before."""
-    for node in list(graph.nodes):
-        if node in moved and not _refreshed(node):
-            moved.update(node.users)
-        source = _written_value(node) if node.op == "call_function" else None
-        if source is None or not _can_stand_for(source, node):
-            continue
-        if not same_sizes(source.meta["val"].stride(), node.meta["val"].stride()):
-            moved.update(node.users)
-        read = node.all_input_nodes
-        replace_node(node, source)
-        erase_unread(read)
 
 
 def _refreshed(node: Node) -> bool:

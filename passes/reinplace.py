@@ -83,30 +83,24 @@ def _of(node: Node, aliases: Aliases, among: Collection[Node] | None = None) -> 
     """Yields the operands that a call can write over, in memory that is made by one of the nodes `among`."""
     for target, out in inplace_variants(node.target):
         for operand in node.args if out else node.args[:1]:
-            if not isinstance(operand, Node) or not _is_among(operand, aliases, among):
+            if not isinstance(operand, Node) or (block := aliases.own_block(operand)) is None:
                 continue
-            if _dies(node, operand, aliases) and _fits(node, operand, aliases):
+            if among is not None and aliases.blocks[block].maker not in among:
+                continue
+            if _dies(node, operand, block, aliases) and _fits(node, operand, aliases.blocks[block].value):
                 yield node, operand, target, out
 
 
-def _is_among(operand: Node, aliases: Aliases, among: Collection[Node] | None) -> bool:
-    block = aliases.own_block(operand)
-    return among is None or (block is not None and aliases.blocks[block].maker in among)
-
-
-def _dies(node: Node, operand: Node, aliases: Aliases) -> bool:
+def _dies(node: Node, operand: Node, block: int, aliases: Aliases) -> bool:
     """Returns whether the call is the last to read the operand's memory, and reads it under this name alone."""
-    block = aliases.own_block(operand)
-    if block is None or node < aliases.last_reader[block]:
+    if node < aliases.last_reader[block]:
         return False
     return not any(block in aliases.of[source] for source in node.all_input_nodes if source is not operand)
 
 
-def _fits(node: Node, operand: Node, aliases: Aliases) -> bool:
-    """Returns whether the operand covers its memory, every element once, and the result has its layout."""
-    block = aliases.own_block(operand)
-    assert block is not None
-    result, value, whole = node.meta["val"], operand.meta["val"], aliases.blocks[block].value
+def _fits(node: Node, operand: Node, whole: torch.Tensor) -> bool:
+    """Returns whether the operand covers its memory, `whole`, every element once, and the result has its layout."""
+    result, value = node.meta["val"], operand.meta["val"]
     return (
         result.is_floating_point()
         and (result.dtype, result.device) == (value.dtype, value.device)

@@ -71,8 +71,7 @@ def _check(graph: Graph, segment: RowSegment) -> None:
     named = (*segment.inputs, *segment.members)
     nodes = named_nodes(graph, [name for name, _ in named])
     places: dict[Node, RowsPlace | None] = dict(zip(nodes, (place for _, place in named), strict=True))
-    for name, place in segment.members:
-        (node,) = named_nodes(graph, [name])
+    for node, (name, place) in zip(nodes[len(segment.inputs) :], segment.members, strict=True):
         operands = row_operands(node, place)
         if operands is None or any(places.get(source) != needed for source, needed in operands):
             raise VerifyError(

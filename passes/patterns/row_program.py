@@ -16,7 +16,7 @@ from passes.compat import overload_name, statically_known_true
 from passes.graphs.node_facts import ancestors, argument_key, arguments_of, is_pure, same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import LogitsStep, keeps_order, row_move, takes_all
-from passes.patterns.loss_pattern import TOKEN_LOSSES, picked_by_index
+from passes.patterns.loss_pattern import FINISHES, TOKEN_LOSSES, picked_by_index
 from passes.patterns.row_region import CLASS_LOSSES, REDUCTIONS, SAME, RowRegion, reduced
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
@@ -178,7 +178,7 @@ class RowProgram:
         low = value.meta["val"].dtype.itemsize < 4
         if name in CLASS_LOSSES:
             one, other = (self._argument(given.pop(key), value, ()) for key in ("self", "target"))
-            finish = _FINISHES[given.pop("reduction")]
+            finish = FINISHES[given.pop("reduction")]
             options = "".join(f", {key}={option!r}" for key, option in given.items())
             by_class = self._line(f"aten.{name}.default({one}, {other}, reduction=0{options})")
             wide = ", dtype=torch.float32" if low else ""
@@ -209,7 +209,7 @@ class RowProgram:
     def _token_loss(self, value: Node, name: str, given: dict[str, Any]) -> tuple[str, str]:
         x, target = self._argument(given["self"], value, ()), given["target"]
         soft = target.meta["val"].is_floating_point()
-        finish = _FINISHES.get(given["reduction"], "")
+        finish = FINISHES.get(given["reduction"], "")
         if finish and given["self"].meta["val"].dtype.itemsize < 4:
             x = self._line(f"aten.to.dtype({x}, torch.float32)")
         targets = self._argument(target, value, ()) if soft else self._operand("r", RowOperand(target))
@@ -223,7 +223,6 @@ class RowProgram:
 
 
 _STOPS = ("aten.detach.", "aten.argmax.", "aten.argmin.")
-_FINISHES = {1: "mean", 2: "sum"}
 _PLACES = frozenset({"memory_format", "device", "layout", "pin_memory"})
 
 
