@@ -6,23 +6,14 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from passes.compat import schema_of
+from passes.compat import define_operator, schema_of
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, arguments_of
 
-torch.library.define("memopt::data", "(Tensor(a) value) -> Tensor(a)", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-@torch.library.impl("memopt::data", "CompositeImplicitAutograd")
-def _data(value: Tensor) -> Tensor:
-    """Is decomposed where it is differentiated, into what torch's tracers make of the attribute."""
-    return value.data
-
-
-DATA: Any = torch.ops.memopt.data.default
-"""The attribute `data` of a tensor as an operator, so that a trace has a node for it.
+DATA: Any = define_operator("data(Tensor(a) value) -> Tensor(a)", lambda value: value.data)
+"""The attribute `data` of a tensor as an operator, so that a trace has a node for it. Where it is differentiated, it is
+decomposed into what torch's tracers make of the attribute.
 
 Unlike `detach`, the attribute has a version counter of its own: a write through it raises no error in the backward of
 an operator that saved the tensor, which then computes with the written values."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from passes.compat import define_operator
 from passes.ops.fp8_formats import (
     E4M3,
     E5M2,
@@ -155,15 +156,6 @@ def _narrow_gradient(gradient: Tensor, by: Fp8Scaling, history: str, wanted: tup
     return [(fp8_quantize_by(gradient, scale, by.gradients), scale)] * 2
 
 
-torch.library.define(
-    "memopt::fp8_linear",
-    "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None, *, str scaling='current', str history='', "
-    "bool turned=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-@torch.library.impl("memopt::fp8_linear", "CompositeImplicitAutograd")
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, scaling: str = "current",
     history: str = "", turned: bool = False,
@@ -174,7 +166,11 @@ def _linear(
     return result.view(*x.shape[:-1], weight.shape[1 if turned else 0])
 
 
-FP8_LINEAR: Any = torch.ops.memopt.fp8_linear.default
+FP8_LINEAR: Any = define_operator(
+    "fp8_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None, *, str scaling='current', "
+    "str history='', bool turned=False) -> Tensor",
+    _linear,
+)
 """`linear(x, weight, bias)`, [..., in] · [out, in] (`turned`: [in, out]), from 8-bit copies of `x` and `weight`, in the
 dtype of `x`; the gradients are from those copies and an 8-bit one of the incoming gradient. `scaling` is one of
 `SCALINGS`; with delayed scaling `scale` is that of `x`, and `history` the name under which the gradient's magnitudes

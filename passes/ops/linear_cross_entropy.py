@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from passes.compat import define_operator
 from passes.ops.chunked import ChunkedCrossEntropy, LossOptions, gradient_dtype
 
 
@@ -123,16 +124,7 @@ def _backward(ctx: Any, of_loss: Tensor | None, *of_gradients: Tensor | None) ->
 
 with_gradients.register_autograd(_backward, setup_context=_keep)
 
-torch.library.define(
-    "memopt::linear_cross_entropy",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, *, str reduction='mean', "
-    "int ignore_index=-100, float label_smoothing=0., float scale=1., float softcap=0., int rows=0, "
-    "bool weight_in_backward=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
-
-@torch.library.impl("memopt::linear_cross_entropy", "CompositeImplicitAutograd")
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None = None, *,
     reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, scale: float = 1.0,
@@ -147,7 +139,12 @@ def _linear_cross_entropy(
     return loss
 
 
-LINEAR_CROSS_ENTROPY: Any = torch.ops.memopt.linear_cross_entropy.default
+LINEAR_CROSS_ENTROPY: Any = define_operator(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, *, "
+    "str reduction='mean', int ignore_index=-100, float label_smoothing=0., float scale=1., float softcap=0., "
+    "int rows=0, bool weight_in_backward=False) -> Tensor",
+    _linear_cross_entropy,
+)
 """Cross entropy of `linear(hidden, weight, bias)` and targets, computed without holding the logits.
 
 `hidden` is [rows, width], `weight` [classes, width], the targets [rows]. Returns a scalar in fp32 (fp64 for fp64). The

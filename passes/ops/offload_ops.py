@@ -13,11 +13,12 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from passes.compat import define_operator
 
 # A free block is leased for a value of at least this share of its size, so that other shapes can reuse it.
 _LEAST_USED = 0.8
@@ -238,22 +239,13 @@ def _span(value: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
-def _operator(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-    """Defines an operator of the namespace `memopt`, and returns it."""
-    name = schema.partition("(")[0]
-    torch.library.define(f"memopt::{name}", schema.removeprefix(name), tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"memopt::{name}", "CompositeExplicitAutograd", kernel)
-    torch.library.register_fake(f"memopt::{name}", fake)
-    return getattr(torch.ops.memopt, name).default
-
-
-COPY_OUT: Any = _operator("copy_out(Tensor value) -> Tensor", _copy_out, _fake_copy)
+COPY_OUT: Any = define_operator("copy_out(Tensor value) -> Tensor", _copy_out, _fake_copy)
 """Starts to copy a value to the host's memory; the result lies there and is laid out as the value is."""
-AWAIT_OUT: Any = _operator("await_out(Tensor(a) host, Tensor value) -> Tensor(a)", _await_out, _fake_await)
+AWAIT_OUT: Any = define_operator("await_out(Tensor(a) host, Tensor value) -> Tensor(a)", _await_out, _fake_await)
 """Compute waits until the copy out is done; the value may be freed after this call. Returns `host`."""
-COPY_BACK: Any = _operator("copy_back(Tensor host, Device device) -> Tensor", _copy_back, _fake_copy)
+COPY_BACK: Any = define_operator("copy_back(Tensor host, Device device) -> Tensor", _copy_back, _fake_copy)
 """Starts to copy a value back into new memory, which nothing may read yet."""
-AWAIT_BACK: Any = _operator("await_back(Tensor(a) value, Tensor host) -> Tensor(a)", _await_back, _fake_await)
+AWAIT_BACK: Any = define_operator("await_back(Tensor(a) value, Tensor host) -> Tensor(a)", _await_back, _fake_await)
 """Compute waits until the copy back is done. Returns `value`, which can be read from here on."""
 
 TRANSFERS = frozenset({COPY_OUT, AWAIT_OUT, COPY_BACK, AWAIT_BACK})
