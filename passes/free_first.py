@@ -122,14 +122,12 @@ class _Order:
 
     def _freed(self, call: Node) -> set[int]:
         """Returns the blocks that the call is the last to read."""
-        return {block for block in self.memory.read[call] - self.memory.returned if self._is_last(call, block)}
 
-    def _is_last(self, call: Node, block: int) -> bool:
-        """Returns whether no reader of a block comes after the call."""
-        return all(
-            self.place[reader] <= self.place[call] if reader in self.place else reader < self.first
-            for reader in self.memory.readers[block]
-        )
+        def is_before(reader: Node) -> bool:
+            return self.place[reader] <= self.place[call] if reader in self.place else reader < self.first
+
+        read = self.memory.read[call] - self.memory.returned
+        return {block for block in read if all(map(is_before, self.memory.readers[block]))}
 
 
 def _emit(calls: list[Node], run: list[Node]) -> None:

@@ -172,7 +172,8 @@ def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
     """Yields the formulas 0.5 x (1 + t) that the bounded value may be part of, for all choices of x."""
     function, factor, outer = _BOUNDED[op_name(bounded)]
     followers = _followers(bounded)
-    for value in _sources(bounded):
+    # x is one of the values that the bounded one may be computed from, nearest first.
+    for value in islice(filter(is_float, ancestors(bounded.all_input_nodes, is_float)), _MOST_STEPS):
         argument = Reader(graph_module, {value: X})
         try:
             inside = argument(bounded.args[0])
@@ -199,11 +200,6 @@ def _is_half_of_both(reader: Reader, result: Node) -> bool:
     except Unknown:
         return False
     return read.keys() == {(1, 0), (1, 1)} and all(math.isclose(value, 0.5, rel_tol=1e-9) for value in read.values())
-
-
-def _sources(bounded: Node) -> list[Node]:
-    """Returns the values from which the bounded one may be computed, nearest first."""
-    return list(islice(filter(is_float, ancestors(bounded.all_input_nodes, is_float)), _MOST_STEPS))
 
 
 def _followers(bounded: Node) -> list[Node]:
