@@ -1,5 +1,5 @@
 """How operators treat the rows of a dimension: which of them compute each row of their result from the same row of
-their operands, so that they may run on a part of the rows at a time.
+their operands, so that they may run on a part of the rows at a time; and where the rows lie (`RowsPlace`).
 
 An operator that is not known here mixes rows. So does one that draws random numbers or writes to an operand, and an
 embedding: the derivative for some rows is as large as the table.
