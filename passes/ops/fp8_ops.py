@@ -72,7 +72,7 @@ fp8_matmul = torch.library.custom_op("memopt::fp8_matmul", scaled_matmul, mutate
 @fp8_quantize.register_fake
 def _(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
     scale_dtype = TILES[tile].scale_dtype if tile else torch.float32
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(scale_shape(*x.shape, tile), dtype=scale_dtype)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(scale_shape(x.shape[0], x.shape[1], tile), dtype=scale_dtype)
 
 
 @fp8_quantize_by.register_fake
