@@ -32,7 +32,7 @@ from benchmarks.stamp import stamp, write_result
 from memopt.account.account import distinct_bytes
 from memopt.errors import GIB, BudgetError
 from memopt.levers import DEFAULT_LEVERS
-from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
+from memopt.levers.optimizer_levers import OPTIMIZER_IN_BACKWARD
 from memopt.meter import measure_peak
 from memopt.microbatch import samples_of, split
 

@@ -1,90 +1,42 @@
 """Rewrites of ATen graphs: each pass takes a graph module, returns another one, and checks its result."""
 
-from passes.apply_offloads import ApplyOffloads, HostStay
-from passes.apply_schedule import ApplySchedule
-from passes.canonicalize import CANONICAL
-from passes.cast_saved import CastSaved
+from passes.apply_schedule import ApplySchedule, HostStay
+from passes.canonicalize import (
+    CANONICAL,
+    EliminateDeadCode,
+    HoistGetitems,
+    MergeCommonSubexpressions,
+    RemoveDetach,
+    WaitAtOnce,
+)
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
-from passes.eliminate_dead_code import EliminateDeadCode
 from passes.forward_writes import ForwardWrites
 from passes.fp8_linears import FoundLinear, Fp8Linears, find_fp8_linears
 from passes.free_first import FreeFirst
 from passes.fuse_activations import FuseActivations, find_activations
 from passes.fuse_attention import FuseAttention, find_attentions
 from passes.fuse_norms import FuseNorms, find_norms
-from passes.graph_pass import GraphKind, Observer, Pass, PassError, Pipeline, copy_graph_module, passes_for
+from passes.graph_pass import GraphKind, Pass, PassError, Pipeline, copy_graph_module, passes_for
 from passes.graphs.decisions import find_decisions, mark_deciding
 from passes.graphs.edit import erase_unread, new_call, replace_node
 from passes.graphs.graph_text import GraphDiff, diff_graphs, format_graph, format_node
 from passes.graphs.node_facts import is_pure, is_random
 from passes.graphs.verify import VerifyError
-from passes.hoist_getitems import HoistGetitems
 from passes.insert_casts import InsertCasts
-from passes.merge_casts import MergeCasts
-from passes.merge_common_subexpressions import MergeCommonSubexpressions
+from passes.merge_casts import MergeCasts, SumInFp32
+from passes.narrow_saved import CastSaved, QuantizeSaved
 from passes.patterns.row_segments import RowSegment, find_row_segments
-from passes.quantize_saved import QuantizeSaved
-from passes.reinplace import FoundReuse, Reinplace, find_reuses
-from passes.remove_detach import RemoveDetach
+from passes.reinplace import Reinplace, find_reuses
 from passes.rewrite_pattern import Found, RewritePattern
-from passes.sum_in_fp32 import SumInFp32
 from passes.tile_rows import TileRows
-from passes.wait_at_once import WaitAtOnce
 
 __all__ = [
-    "CANONICAL",
-    "ApplyOffloads",
-    "ApplySchedule",
-    "CastSaved",
-    "ChunkLoss",
-    "EliminateDeadCode",
-    "ForwardWrites",
-    "Found",
-    "FoundLinear",
-    "FoundLoss",
-    "FoundReuse",
-    "Fp8Linears",
-    "FreeFirst",
-    "FuseActivations",
-    "FuseAttention",
-    "FuseNorms",
-    "GraphDiff",
-    "GraphKind",
-    "HoistGetitems",
-    "HostStay",
-    "InsertCasts",
-    "MergeCasts",
-    "MergeCommonSubexpressions",
-    "Observer",
-    "Pass",
-    "PassError",
-    "Pipeline",
-    "QuantizeSaved",
-    "Reinplace",
-    "RemoveDetach",
-    "RewritePattern",
-    "RowSegment",
-    "SumInFp32",
-    "TileRows",
-    "VerifyError",
-    "WaitAtOnce",
-    "copy_graph_module",
-    "diff_graphs",
-    "erase_unread",
-    "find_activations",
-    "find_attentions",
-    "find_decisions",
-    "find_fp8_linears",
-    "find_losses",
-    "find_norms",
-    "find_reuses",
-    "find_row_segments",
-    "format_graph",
-    "format_node",
-    "is_pure",
-    "is_random",
-    "mark_deciding",
-    "new_call",
-    "passes_for",
-    "replace_node",
-]
+    "CANONICAL", "ApplySchedule", "CastSaved", "ChunkLoss", "EliminateDeadCode", "ForwardWrites", "Found",
+    "FoundLinear", "FoundLoss", "Fp8Linears", "FreeFirst", "FuseActivations", "FuseAttention",
+    "FuseNorms", "GraphDiff", "GraphKind", "HoistGetitems", "HostStay", "InsertCasts", "MergeCasts",
+    "MergeCommonSubexpressions", "Pass", "PassError", "Pipeline", "QuantizeSaved", "Reinplace",
+    "RemoveDetach", "RewritePattern", "RowSegment", "SumInFp32", "TileRows", "VerifyError", "WaitAtOnce",
+    "copy_graph_module", "diff_graphs", "erase_unread", "find_activations", "find_attentions", "find_decisions",
+    "find_fp8_linears", "find_losses", "find_norms", "find_reuses", "find_row_segments", "format_graph", "format_node",
+    "is_pure", "is_random", "mark_deciding", "new_call", "passes_for", "replace_node",
+]  # fmt: skip

@@ -10,17 +10,16 @@ from torch.fx import Graph, GraphModule, Node
 from passes.chunk_rows import rewrite_rows
 from passes.compat import schema_of
 from passes.graph_pass import Pass, copy_graph_module
-from passes.graphs.edit import new_call, on_stored_values
+from passes.graphs.edit import erase_unread, new_call, on_stored_values
 from passes.graphs.node_facts import is_pure
-from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from passes.patterns.logits_path import as_rows, moved, replace_class_size
+from passes.patterns.logits_path import as_rows, moved, other_size_readers
 from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
 from passes.patterns.row_region import NoLayer, RowRegion, row_region_of, row_seeds
-from passes.rewrite_pattern import NoMatch, check_named, erase_up_to, judged
+from passes.rewrite_pattern import NoMatch, check_named, judged
 
 aten = torch.ops.aten
 
@@ -58,9 +57,7 @@ def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
 
 def _rolled(graph_module: GraphModule) -> GraphModule:
     """Returns a graph in which each unrolled loop over rows of logits is one computation for all rows (`roll_loops`).
-
-    Returns the graph as it is unless all of them can then be computed in chunks.
-    """
+    Returns the graph as it is unless all of them can then be computed in chunks."""
     if not ends_of_loops(graph_module.graph):
         return graph_module
     rolled = copy_graph_module(graph_module)
@@ -77,12 +74,10 @@ _Match: TypeAlias = LossMatch | tuple[RowRegion, list[RowProgram]]
 
 
 def _matches(graph: Graph, names: Collection[str] | None = None) -> Iterator[tuple[Node, _Match | None, str]]:
-    """Yields each loss with its match, or with None and the reason why it cannot be rewritten.
-
-    Losses that are the mean or sum of a cross entropy come first. Then comes each part of the graph that computes
-    anything else from rows of logits, with the first loss or `row_seeds` call in it. `names` limits both to calls of
-    these names. The graph may be rewritten in between.
-    """
+    """Yields each loss with its match, or with None and the reason why it cannot be rewritten. Losses that are the mean
+    or sum of a cross entropy come first. Then comes each part of the graph that computes anything else from rows of
+    logits, with the first loss or `row_seeds` call in it. `names` limits both to calls of these names. The graph may be
+    rewritten in between."""
     others, taken = {}, set[Node]()
     for loss, match, reason in judged(losses(graph), match_loss, names):
         if match is None:
@@ -173,13 +168,17 @@ def _rewrite(match: LossMatch, options: dict[str, Any]) -> None:
             with match.loss.graph.inserting_before(step.node):
                 source = moved(step, source, match.linear.width)
         sources[step.node] = source
-        for reader in [user for user in step.node.users if op_name(user) == "sym_size"]:
-            if not replace_class_size(reader, step.node.meta["val"], step.class_dim):
-                reader.replace_input_with(step.node, source)
+        for reader in other_size_readers(step.node, step.class_dim):
+            reader.replace_input_with(step.node, source)
     with match.loss.graph.inserting_before(match.loss):
         result = _loss(match, as_rows(source, class_dim, match.linear.width, match.loss), options)
     match.loss.replace_all_uses_with(result)
-    erase_up_to(sources.values(), match.loss, lambda _, source: source in sources or is_pure(source))
+
+    def is_erasable(node: Node) -> bool:
+        goes = node is match.loss or node in sources or is_pure(node)
+        return goes and node.op == "call_function" and node not in sources.values()
+
+    erase_unread([match.loss], is_erasable)
 
 
 def _loss(match: LossMatch, hidden: Node, further: dict[str, Any]) -> Node:

@@ -8,11 +8,10 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.compat import size_seen
-from passes.graphs.edit import erase_unread, new_call, store, values_after
+from passes.graphs.edit import erase_unread, new_call, restride
 from passes.graphs.node_facts import arguments_of
-from passes.graphs.op_kinds import op_name
 from passes.ops.linear_rows import LINEAR_ROWS
-from passes.patterns.logits_path import as_rows, moved, replace_class_size
+from passes.patterns.logits_path import as_rows, moved, other_size_readers
 from passes.patterns.row_program import RowOperand, RowProgram, RowResult, late_operands, place_of
 from passes.patterns.row_region import RowRegion
 
@@ -24,10 +23,9 @@ def rewrite_rows(region: RowRegion, programs: Collection[RowProgram], rows: int)
     of `memopt::linear_rows`: one for each program, run on chunks of `rows` rows (0: a number chosen for the layer).
     Calls that nothing reads any more are erased."""
     for node, class_dim in region.inside.items():
-        for reader in [user for user in node.users if op_name(user) == "sym_size"]:
-            if not replace_class_size(reader, node.meta["val"], class_dim):
-                with reader.graph.inserting_before(reader):
-                    reader.replace_input_with(node, _like(region, node))
+        for reader in other_size_readers(node, class_dim):
+            with reader.graph.inserting_before(reader):
+                reader.replace_input_with(node, _like(region, node))
     made: dict[Node, Node] = {}
     for program in programs:
         _Rewrite(program, made).apply(rows)
@@ -48,10 +46,8 @@ def _like(region: RowRegion, node: Node) -> Node:
 
 
 class _Rewrite:
-    """The rewriting of one program, ahead of its first result.
-
-    `made` maps the results of the region that have been rewritten to their new nodes.
-    """
+    """The rewriting of one program, ahead of its first result. `made` maps the results of the region that have been
+    rewritten to their new nodes."""
 
     def __init__(self, program: RowProgram, made: dict[Node, Node]) -> None:
         self.made = made
@@ -69,16 +65,14 @@ class _Rewrite:
                 result.node.replace_all_uses_with(node)
 
     def _operands(self) -> tuple[list[Any], ...]:
-        """Returns hidden, weight, bias, rows, whole and biased, the operands of `memopt::linear_rows`.
-
-        Those by which the results have no derivatives are detached.
-        """
+        """Returns hidden, weight, bias, rows, whole and biased, the operands of `memopt::linear_rows`. Those by which
+        the results have no derivatives are detached."""
         learned, program = self.program.learned(), self.program
         hidden, weight, bias, biased = list[Node](), list[Node](), list[Node](), list[int]()
         for at, layer in enumerate(program.layers):
             linear, stops = self.region.layers[layer.node], f"x{at}" not in learned
             turned = self._call(aten.t.default, linear.weight) if linear.transposed else linear.weight
-            hidden.append(self._detached(self._hidden(layer), stops))
+            hidden.append(self._detached(self._flat(layer, linear.hidden, linear.width), stops))
             weight.append(self._detached(turned, stops))
             if linear.bias is not None:
                 bias.append(self._detached(linear.bias, stops))
@@ -93,10 +87,6 @@ class _Rewrite:
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         return new_call(self.place, target, *args, **kwargs)
-
-    def _hidden(self, layer: RowOperand) -> Node:
-        linear = self.region.layers[layer.node]
-        return self._flat(layer, linear.hidden, linear.width)
 
     def _flat(self, operand: RowOperand, source: Node, width: int) -> Node:
         """Returns the value of an operand as [rows, width], with its rows moved as the operand's steps say."""
@@ -134,9 +124,7 @@ class _Rewrite:
 
     def _laid_out(self, node: Node, found: Node) -> Node:
         """Returns `found` for the readers of `node`; with the strides of `node` where the readers depend on these."""
-        changed = values_after({node: found.meta["val"]})
-        if changed is not None:
-            store(changed)
+        if restride({node: found.meta["val"]}):
             return found
         strides = node.meta["val"].stride()
         order = sorted(range(len(strides)), key=lambda dim: (-(size_seen(strides[dim]) or 0), dim))
@@ -156,10 +144,8 @@ class _Rewrite:
         return found if found.meta["val"].dtype == dtype else self._call(aten.to.dtype, found, dtype)
 
     def _shaped(self, result: RowResult, found: Node) -> Node:
-        """Returns a program's result in the shape of the graph's result.
-
-        A result that is reduced over rows as well (`finish` is "again") is reduced by the graph's own call.
-        """
+        """Returns a program's result in the shape of the graph's result. A result that is reduced over rows as well
+        (`finish` is "again") is reduced by the graph's own call."""
         node, class_dim = result.node, self.region.inside[result.value]
         shape, width = result.value.meta["val"].shape, found.meta["val"].shape[1:]
         rows = [at for at in range(len(shape)) if at != class_dim]

@@ -1,4 +1,5 @@
-"""The private names of torch that passes use, and symbolic shapes, imported only when they are needed.
+"""The private names of torch that passes use; symbolic shapes, imported only when they are needed; and how operators
+are defined.
 
 A module declares the private names that it uses in `PRIVATE_NAMES`, which `memopt.compat.check` reads;
 `tests/compat/private_names.py` finds private names elsewhere.
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import fx
 
 
@@ -80,15 +82,9 @@ def in_own_thread(run: Callable[..., _T], *args: Any) -> _T:
         return worker.submit(run, *args).result()
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
     """Context in which the attribute `name` of `owner` has another value; then its previous value is restored."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return replaced_all([(owner, name, value)])
 
 
 @contextlib.contextmanager
@@ -122,6 +118,19 @@ PRIVATE_NAMES = private("""
     torch.fx.experimental.symbolic_shapes: statically_known_true free_unbacked_symbols GuardOnDataDependentSymNode
     torch.fx.experimental.sym_node: SymNode.has_hint? .hint?
 """)
+
+
+def define_operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
+    """Defines an operator of the namespace `memopt`, and returns it. `fake` computes its results on fake tensors;
+    without it the operator is decomposed into what `kernel` calls where it is differentiated."""
+    name = schema.partition("(")[0]
+    torch.library.define(f"memopt::{name}", schema.removeprefix(name), tags=(torch.Tag.pt2_compliant_tag,))
+    # Autograd's keys stay on within a kernel of this kind.
+    key = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"
+    torch.library.impl(f"memopt::{name}", key, kernel)
+    if fake is not None:
+        torch.library.register_fake(f"memopt::{name}", fake)
+    return getattr(torch.ops.memopt, name).default
 
 
 def schema_of(operator: Any) -> Any:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from passes.graph_pass import GraphKind, Pass
 from passes.graphs.aliases import viewed_argument
@@ -37,25 +37,21 @@ class ForwardWrites(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
+        moved: set[Node] = set()
+        """Calls that read a value which may have other strides than before."""
         with on_stored_values(graph):
-            _forward(graph)
+            for node in list(graph.nodes):
+                if node in moved and not _refreshed(node):
+                    moved.update(node.users)
+                source = _written_value(node) if node.op == "call_function" else None
+                if source is None or not _can_stand_for(source, node):
+                    continue
+                if not same_sizes(source.meta["val"].stride(), node.meta["val"].stride()):
+                    moved.update(node.users)
+                read = node.all_input_nodes
+                replace_node(node, source)
+                erase_unread(read)
         return graph_module
-
-
-def _forward(graph: Graph) -> None:
-    moved: set[Node] = set()
-    """Calls that read a value which may have other strides than before."""
-    for node in list(graph.nodes):
-        if node in moved and not _refreshed(node):
-            moved.update(node.users)
-        source = _written_value(node) if node.op == "call_function" else None
-        if source is None or not _can_stand_for(source, node):
-            continue
-        if not same_sizes(source.meta["val"].stride(), node.meta["val"].stride()):
-            moved.update(node.users)
-        read = node.all_input_nodes
-        replace_node(node, source)
-        erase_unread(read)
 
 
 def _refreshed(node: Node) -> bool:
@@ -95,10 +91,8 @@ def _range(part: Node, given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _can_stand_for(source: Node, node: Node) -> bool:
-    """Returns whether all readers of `node` may read `source` instead, and give the same bits.
-
-    Both hold the same numbers, unless the call converts them to another dtype.
-    """
+    """Returns whether all readers of `node` may read `source` instead, and give the same bits. Both hold the same
+    numbers, unless the call converts them to another dtype."""
     value, result = source.meta["val"], node.meta["val"]
     if (value.dtype, value.device, value.layout) != (result.dtype, result.device, result.layout):
         return False
@@ -120,9 +114,7 @@ def _can_stand_for(source: Node, node: Node) -> bool:
 
 def _round_alike(node: Node, *, aligned: bool) -> bool:
     """Returns whether all readers of a part of a buffer give the same bits for a value that lies there without gaps.
-
-    Sums do not in general, as they run in the order of the memory. Matrix products do where all rows are `aligned`.
-    """
+    Sums do not in general, as they run in the order of the memory. Matrix products do where all rows are `aligned`."""
     for user in node.users:
         if is_pointwise(user) or user.target in _EXACT or (aligned and user.target in _PRODUCTS):
             continue
@@ -162,10 +154,8 @@ _TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
 def _fills_new_memory(value: Node) -> bool:
-    """Returns whether a value fills memory that an operator of the graph allocated.
-
-    Then no later write to an input changes it, and holding it keeps no larger memory alive.
-    """
+    """Returns whether a value fills memory that an operator of the graph allocated. Then no later write to an input
+    changes it, and holding it keeps no larger memory alive."""
     maker = value
     while (viewed := viewed_argument(maker)) is not None:
         maker = viewed

@@ -1,8 +1,9 @@
 """Reorders calls so that those that free more memory than they make go first, such as weight gradients."""
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -38,7 +39,7 @@ class FreeFirst(Pass):
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
         memory = _Memory(graph)
-        for run in list(_runs(graph)):
+        for run in _runs(graph):
             calls = [node for node in run if not _follows(node)]
             if calls and (order := _Order(calls, memory)).settle():
                 _emit(order.calls, run)
@@ -50,26 +51,15 @@ def _follows(node: Node) -> bool:
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node)
 
 
-def _runs(graph: Graph) -> Iterator[list[Node]]:
-    """Yields consecutive nodes with the same tag, without inputs and the output."""
-    run: list[Node] = []
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if run and node.meta.get("partitioner_tag") != run[-1].meta.get("partitioner_tag"):
-            yield run
-            run = []
-        run.append(node)
-    if run:
-        yield run
+def _runs(graph: Graph) -> list[list[Node]]:
+    """Returns consecutive nodes with the same tag, without inputs and the output."""
+    nodes = (node for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return [list(run) for _, run in groupby(nodes, lambda node: node.meta.get("partitioner_tag"))]
 
 
 class _Memory:
-    """Which blocks of memory the calls of a graph make, read and depend on, and their bytes.
-
-    Blocks that are there before the graph runs are never freed, and not listed. Nor are the elements of tuples that
-    nothing takes out.
-    """
+    """Which blocks of memory the calls of a graph make, read and depend on, and their bytes. Blocks that are there
+    before the graph runs are never freed, and not listed. Nor are the elements of tuples that nothing takes out."""
 
     def __init__(self, graph: Graph) -> None:
         aliases = find_aliases(graph)
@@ -116,10 +106,8 @@ class _Order:
         return moved
 
     def _pays(self, call: Node, before: Node) -> bool:
-        """Returns whether a call should go before its predecessor.
-
-        It should if it frees more than it makes there, and the predecessor makes at least as much as it frees.
-        """
+        """Returns whether a call should go before its predecessor. It should if it frees more than it makes there, and
+        the predecessor makes at least as much as it frees."""
         memory = self.memory
         if before in memory.depends[call] or not (is_pure(call) and is_pure(before)):
             return False
@@ -134,21 +122,17 @@ class _Order:
 
     def _freed(self, call: Node) -> set[int]:
         """Returns the blocks that the call is the last to read."""
-        return {block for block in self.memory.read[call] - self.memory.returned if self._is_last(call, block)}
 
-    def _is_last(self, call: Node, block: int) -> bool:
-        """Returns whether no reader of a block comes after the call."""
-        return all(
-            self.place[reader] <= self.place[call] if reader in self.place else reader < self.first
-            for reader in self.memory.readers[block]
-        )
+        def is_before(reader: Node) -> bool:
+            return self.place[reader] <= self.place[call] if reader in self.place else reader < self.first
+
+        read = self.memory.read[call] - self.memory.returned
+        return {block for block in read if all(map(is_before, self.memory.readers[block]))}
 
 
 def _emit(calls: list[Node], run: list[Node]) -> None:
-    """Puts the nodes of a run in the order of its calls.
-
-    Views stand where they are first read, elements of a tuple right behind its call.
-    """
+    """Puts the nodes of a run in the order of its calls. Views stand where they are first read, elements of a tuple
+    right behind its call."""
     behind, left = run[-1].next, set(run)
 
     def place(node: Node) -> None:

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.graph_pass import Pass
 from passes.graphs.edit import on_stored_values
-from passes.graphs.node_facts import is_float, same_sizes
+from passes.graphs.node_facts import ancestors, is_float, same_sizes
 from passes.graphs.op_kinds import is_cast, op_name
 from passes.patterns.formulas import Polynomial, Reader, T, Unknown, X
 from passes.rewrite_pattern import (
@@ -106,26 +107,17 @@ class FuseActivations(Pass):
 
 
 @dataclass(frozen=True)
-class _ActivationMatch:
-    """An activation that is written out: `results` are the nodes whose value is `kind` of `value`."""
-
-    kind: str
-    """"gelu", "gelu_tanh" or "silu"."""
-    value: Node
-    results: tuple[Node, ...]
-    inner: tuple[Node, ...]
-    """The calls between `value` and `results`, in the graph's order."""
-
-
-@dataclass(frozen=True)
 class _Formula:
     """A formula 0.5 x (1 + t) of a graph, where t is `function` of the polynomial `inside` (by power of x)."""
 
     function: str
     inside: Mapping[int, float]
     value: Node
-    result: Node
+    """x."""
+    results: tuple[Node, ...]
+    """The nodes whose value the formula is."""
     inner: tuple[Node, ...]
+    """The calls between `value` and `results`, in the graph's order."""
 
     @property
     def kind(self) -> str:
@@ -148,11 +140,9 @@ def _bounded_calls(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if op_name(node) in _BOUNDED)
 
 
-def _match_activation(graph_module: GraphModule, bounded: Node) -> _ActivationMatch | None:
+def _match_activation(graph_module: GraphModule, bounded: Node) -> _Formula | None:
     """Returns the activation that a tanh, erf or sigmoid is a part of; None if it is in no formula 0.5 x (1 + t).
-
-    Raises `NoMatch`, with the reason, for such a formula that is neither GELU nor SiLU, or that cannot be replaced.
-    """
+    Raises `NoMatch`, with the reason, for such a formula that is neither GELU nor SiLU, or that cannot be replaced."""
     formulas = list(_formulas(graph_module, bounded))
     if not formulas:
         return None
@@ -167,10 +157,11 @@ def _match_activation(graph_module: GraphModule, bounded: Node) -> _ActivationMa
 
 
 def _check(formula: _Formula) -> None:
-    value, result = formula.value.meta["val"], formula.result.meta["val"]
+    (node,) = formula.results
+    value, result = formula.value.meta["val"], node.meta["val"]
     steps = [call.meta["val"] for call in formula.inner]
     if not same_sizes(result.shape, value.shape):
-        raise NoMatch(f"{formula.result.name} has another shape than {formula.value.name}")
+        raise NoMatch(f"{node.name} has another shape than {formula.value.name}")
     if {value.dtype, *(step.dtype for step in steps)} != {result.dtype}:
         raise NoMatch("the calls to replace differ in dtype")
     if not all(same_sizes(step.stride(), result.stride()) for step in steps):
@@ -181,7 +172,8 @@ def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
     """Yields the formulas 0.5 x (1 + t) that the bounded value may be part of, for all choices of x."""
     function, factor, outer = _BOUNDED[op_name(bounded)]
     followers = _followers(bounded)
-    for value in _sources(bounded):
+    # x is one of the values that the bounded one may be computed from, nearest first.
+    for value in islice(filter(is_float, ancestors(bounded.all_input_nodes, is_float)), _MOST_STEPS):
         argument = Reader(graph_module, {value: X})
         try:
             inside = argument(bounded.args[0])
@@ -197,7 +189,7 @@ def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
             reader = Reader(graph_module, {value: X, bounded: signed})
             if _is_half_of_both(reader, result):
                 inner = sorted({*argument.inner, *reader.inner, bounded} - {result})
-                yield _Formula(function, by_power, value, result, tuple(inner))
+                yield _Formula(function, by_power, value, (result,), tuple(inner))
 
 
 def _is_half_of_both(reader: Reader, result: Node) -> bool:
@@ -208,18 +200,6 @@ def _is_half_of_both(reader: Reader, result: Node) -> bool:
     except Unknown:
         return False
     return read.keys() == {(1, 0), (1, 1)} and all(math.isclose(value, 0.5, rel_tol=1e-9) for value in read.values())
-
-
-def _sources(bounded: Node) -> list[Node]:
-    """Returns the values from which the bounded one may be computed, nearest first."""
-    found: list[Node] = []
-    pending = list(bounded.all_input_nodes)
-    while pending and len(found) < _MOST_STEPS:
-        node = pending.pop(0)
-        if node not in found and is_float(node):
-            found.append(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def _followers(bounded: Node) -> list[Node]:
@@ -233,13 +213,13 @@ def _followers(bounded: Node) -> list[Node]:
     return sorted(found)
 
 
-def _widened(formula: _Formula) -> _ActivationMatch:
+def _widened(formula: _Formula) -> _Formula:
     """Moves a match to the 16-bit values around it, where the model widens to fp32 for the formula and casts back: the
     fused operators compute in fp32 as well."""
-    kind, value, result, inner = formula.kind, formula.value, formula.result, formula.inner
+    value, (result,) = formula.value, formula.results
     source = value.args[0] if is_cast(value) else None
     if isinstance(source, Node) and source.meta["val"].dtype in _LOW and result.meta["val"].dtype == torch.float32:
         readers = [user for user in result.users if op_name(user) != "sym_size"]
         if all(is_cast(user) and user.meta["val"].dtype == source.meta["val"].dtype for user in readers):
-            return _ActivationMatch(kind, source, tuple(readers), (*inner, result))
-    return _ActivationMatch(kind, value, (result,), inner)
+            return replace(formula, value=source, results=tuple(readers), inner=(*formula.inner, result))
+    return formula

@@ -1,20 +1,20 @@
 """Replaces written-out attention by `scaled_dot_product_attention`, which never holds the probabilities."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.graphs.edit import new_call, on_stored_values, refresh
+from passes.graphs.edit import erase_unread, new_call, on_stored_values, refresh
 from passes.graphs.node_facts import binds_new_symbols
 from passes.graphs.op_kinds import op_name
 from passes.graphs.verify import VerifyError
-from passes.patterns.attention_pattern import Add, AttentionMatch, Fill, Scale, match_attention, softmaxes
+from passes.patterns.attention_pattern import Add, AttentionMatch, Scale, match_attention, softmaxes
 from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
-from passes.rewrite_pattern import Found, check_named, erase_up_to, judged
+from passes.rewrite_pattern import Found, check_named, judged
 
 aten = torch.ops.aten
 
@@ -60,84 +60,66 @@ class FuseAttention(Pass):
         for softmax, match, reason in judged(softmaxes(graph), match_one, self.attentions):
             if match is not None:
                 with on_stored_values(graph):
-                    _Rewrite(match).apply()
+                    _fuse(match)
             elif self.attentions is not None:
                 raise VerifyError(softmax.name, reason, "name softmaxes that find_attentions says can be rewritten")
         return graph_module
 
 
-class _Rewrite:
-    """The rewriting of one attention."""
+def _fuse(match: AttentionMatch) -> None:
+    """Puts the fused operator in the place of one attention."""
+    call = partial(new_call, match.softmax)
+    with match.result.graph.inserting_before(match.result):
+        key = call(aten.transpose.int, match.key, -1, -2) if match.key_turned else match.key
+        query, mask, scale = _query_mask_scale(match, call)
+        tensors = [query, key, match.value]
+        flat = match.query.meta["val"].dim() == 3
+        if flat:  # kernels need a dimension of heads
+            tensors = [call(aten.unsqueeze.default, tensor, 1) for tensor in tensors]
+            if mask is not None and mask.meta["val"].dim() == 3:
+                mask = call(aten.unsqueeze.default, mask, 1)
+        options = () if mask is None else (mask,)
+        result = call(aten.scaled_dot_product_attention.default, *tensors, *options, scale=scale)
+        if flat:
+            result = call(aten.squeeze.dim, result, 1)
+        dtype = match.result.meta["val"].dtype
+        if result.meta["val"].dtype != dtype:
+            result = call(aten.to.dtype, result, dtype)
+    before = match.result.meta["val"]
+    match.result.replace_all_uses_with(result)
+    kept = (match.query, match.key, match.value)
+    erase_unread([match.result], lambda node: node.op == "call_function" and node not in kept)
+    if result.meta["val"].stride() != before.stride():
+        _refresh_behind(result)
 
-    def __init__(self, match: AttentionMatch) -> None:
-        self.match = match
-        self.graph: Graph = match.softmax.graph
 
-    def apply(self) -> None:
-        match = self.match
-        with self.graph.inserting_before(match.result):
-            key = self._call(aten.transpose.int, match.key, -1, -2) if match.key_turned else match.key
-            query, mask, scale = self._query_mask_scale()
-            tensors = [query, key, match.value]
-            flat = match.query.meta["val"].dim() == 3
-            if flat:  # kernels need a dimension of heads
-                tensors = [self._call(aten.unsqueeze.default, tensor, 1) for tensor in tensors]
-                if mask is not None and mask.meta["val"].dim() == 3:
-                    mask = self._call(aten.unsqueeze.default, mask, 1)
-            options = () if mask is None else (mask,)
-            result = self._call(aten.scaled_dot_product_attention.default, *tensors, *options, scale=scale)
-            if flat:
-                result = self._call(aten.squeeze.dim, result, 1)
-            dtype = match.result.meta["val"].dtype
-            if result.meta["val"].dtype != dtype:
-                result = self._call(aten.to.dtype, result, dtype)
-        before = match.result.meta["val"]
-        match.result.replace_all_uses_with(result)
-        kept = (match.query, match.key, match.value)
-        erase_up_to(kept, match.result, lambda node, read: node is not match.scores or op_name(read) == "transpose")
-        if result.meta["val"].stride() != before.stride():
-            _refresh_behind(result)
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        return new_call(self.match.softmax, target, *args, **kwargs)
-
-    def _query_mask_scale(self) -> tuple[Node, Node | None, float]:
-        """Returns query, mask and scale that have the effect of the steps; the mask is bool where that suffices."""
-        match, mask, scale, below = self.match, None, 1.0, MASKS_BELOW / 2
-        masks = [step for step in match.steps if not isinstance(step, Scale)]
-        for step in match.steps:
-            if isinstance(step, Scale):
-                scale *= step.by
-                if mask is not None and mask.meta["val"].dtype != torch.bool:
-                    mask, below = self._call(aten.mul.Tensor, mask, step.by), below * step.by
-            elif isinstance(step, Add):
-                mask = step.mask if mask is None else self._call(aten.add.Tensor, mask, step.mask)
-            elif step.number == float("-inf") and len(masks) == 1:
-                mask = self._call(aten.logical_not.default, step.mask) if step.where else step.mask
+def _query_mask_scale(match: AttentionMatch, call: Callable[..., Node]) -> tuple[Node, Node | None, float]:
+    """Returns query, mask and scale that have the effect of the steps; the mask is bool where that suffices."""
+    mask, scale, below = None, 1.0, MASKS_BELOW / 2
+    masks = [step for step in match.steps if not isinstance(step, Scale)]
+    for step in match.steps:
+        if isinstance(step, Scale):
+            scale *= step.by
+            if mask is not None and mask.meta["val"].dtype != torch.bool:
+                mask, below = call(aten.mul.Tensor, mask, step.by), below * step.by
+        elif isinstance(step, Add):
+            mask = step.mask if mask is None else call(aten.add.Tensor, mask, step.mask)
+        elif step.number == float("-inf") and len(masks) == 1:
+            mask = call(aten.logical_not.default, step.mask) if step.where else step.mask
+        else:  # a mask to be added, with a number where scores are filled
+            masked = step.mask if step.where else call(aten.logical_not.default, step.mask)
+            if mask is not None:
+                mask = call(aten.where.ScalarSelf, masked, step.number, mask)
             else:
-                mask = self._filled(step, mask)
-        if mask is not None and match.clears_rows:
-            return *self._cleared(mask, below), scale
+                zeros = call(aten.zeros_like.default, masked, dtype=match.query.meta["val"].dtype)
+                mask = call(aten.masked_fill.Scalar, zeros, masked, step.number)
+    if mask is None or not match.clears_rows:
         return match.query, mask, scale
-
-    def _filled(self, step: Fill, mask: Node | None) -> Node:
-        """Returns a mask to be added, with a number where scores are filled."""
-        masked = step.mask if step.where else self._call(aten.logical_not.default, step.mask)
-        if mask is not None:
-            return self._call(aten.where.ScalarSelf, masked, step.number, mask)
-        zeros = self._call(aten.zeros_like.default, masked, dtype=self.match.query.meta["val"].dtype)
-        return self._call(aten.masked_fill.Scalar, zeros, masked, step.number)
-
-    def _cleared(self, mask: Node, below: float) -> tuple[Node, Node]:
-        """Returns query and mask with zeros in rows in which every score is masked.
-
-        All scores of such a row are then alike, and none gets a gradient; see `passes.patterns.mask_rows` for what
-        kernels would compute otherwise.
-        """
-        largest = self._call(aten.amax.default, mask, [-1], True)
-        whole = self._call(aten.le.Scalar, largest, below)
-        query = self._call(aten.masked_fill.Scalar, self.match.query, whole, 0.0)
-        return query, self._call(aten.masked_fill.Scalar, mask, whole, 0.0)
+    # Zeros in rows in which every score is masked: all scores of such a row are then alike, and none gets a gradient;
+    # see `passes.patterns.mask_rows` for what kernels would compute otherwise.
+    whole = call(aten.le.Scalar, call(aten.amax.default, mask, [-1], True), below)
+    query = call(aten.masked_fill.Scalar, match.query, whole, 0.0)
+    return query, call(aten.masked_fill.Scalar, mask, whole, 0.0), scale
 
 
 def _refresh_behind(node: Node) -> None:

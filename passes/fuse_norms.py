@@ -109,10 +109,8 @@ def _roots(graph: Graph) -> Iterator[Node]:
 
 
 def _match_norm(graph_module: GraphModule, root: Node) -> _NormMatch | None:
-    """Returns the norm that one of `_roots` is part of, or None if it is part of nothing like one.
-
-    Raises `NoMatch`, with the reason, for a norm that `layer_norm` does not compute or that cannot be replaced.
-    """
+    """Returns the norm that one of `_roots` is part of, or None if it is part of nothing like one. Raises `NoMatch`,
+    with the reason, for a norm that `layer_norm` does not compute or that cannot be replaced."""
     variance, eps = _under(graph_module, root)
     quotient = _quotient(graph_module, root)
     if variance is None or quotient is None:
@@ -175,10 +173,8 @@ def _under(graph_module: GraphModule, root: Node) -> tuple[Variance | None, floa
 
 
 def _quotient(graph_module: GraphModule, root: Node) -> tuple[Node, Any, bool] | None:
-    """Returns the call that divides by a root, its numerator, and whether a number is added to the root first.
-
-    None if nothing is divided by the root.
-    """
+    """Returns the call that divides by a root, its numerator, and whether a number is added to the root first. None if
+    nothing is divided by the root."""
     inverse, late_eps = op_name(root) == "rsqrt" or power_of(root) == -0.5, False
     pending = [(user, root) for user in root.users]
     for reader, node in pending:  # grows

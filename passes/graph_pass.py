@@ -7,7 +7,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from torch.fx import GraphModule
@@ -52,8 +52,7 @@ class Pass(abc.ABC):
     shared with it, and so are the values in `node.meta`.
 
     A user's own pass goes to `memopt.plan(..., passes=[MyPass()])`; its class attribute `graph` says which graphs it is
-    for: "operators" (before differentiation) or "joint" (forward and backward).
-    """
+    for: "operators" (before differentiation) or "joint" (forward and backward)."""
 
     graph: ClassVar[GraphKind] = "operators"
     """The kind of graph that the pass is for where it is one of a user's own `passes`."""
@@ -102,7 +101,7 @@ class Pass(abc.ABC):
     def ensures(self, before: GraphModule, after: GraphModule) -> None:
         """Raises `VerifyError` if the rewrite broke the graph. By default the calls that it changed are run on fake
         tensors, and their results compared with `meta["val"]`."""
-        verify(after, before=before, thorough=False)
+        verify(after, before=before)
         if self.keeps_signature:
             check_signature(before, after)
 
@@ -117,24 +116,16 @@ class Pass(abc.ABC):
         return run
 
 
-Observer: TypeAlias = Callable[[Pass, GraphModule, GraphModule], None]
-"""Called after each pass with the pass, the graph before it and the graph after it. May raise; must not modify them."""
-
-
 @dataclass(frozen=True, repr=False)
 class Pipeline(Pass):
     """Passes that run one after another; itself a pass, and prints as a list.
 
-    `passes` may be any sequence of passes and is kept as a tuple. `observer` is called as `observer(a_pass,
-    graph_before, graph_after)` after each pass, also after those of a pipeline inside this one. `label` names what the
-    passes do together.
+    `passes` may be any sequence of passes and is kept as a tuple. `label` names what they do together.
 
-    Where nobody observes the graphs in between, all passes rewrite one copy, which is checked at the end; if it is
-    wrong, they run one by one, each checked, so that the error names the pass.
-    """
+    All passes rewrite one copy, which is checked at the end; if it is wrong, they run one by one, each checked, so that
+    the error names the pass."""
 
     passes: tuple[Pass, ...]
-    observer: Observer | None = field(default=None, compare=False)
     label: str = ""
 
     def __post_init__(self) -> None:
@@ -142,25 +133,22 @@ class Pipeline(Pass):
         _check_passes(self.passes)
 
     def __call__(self, graph_module: GraphModule) -> GraphModule:
-        return self._run(graph_module, ())
+        if self._has_usual_checks():
+            with contextlib.suppress(VerifyError):
+                return self._at_once(graph_module)
+        for item in self.passes:
+            graph_module = item(graph_module)
+        return graph_module
+
+    def stages(self, graph_module: GraphModule) -> list[GraphModule]:
+        """Returns the graph after each pass, also after those of pipelines in this one; each is checked."""
+        found: list[GraphModule] = []
+        for item in _flat(self.passes):
+            found.append(item(found[-1] if found else graph_module))
+        return found
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         return self(graph_module)
-
-    def _run(self, graph_module: GraphModule, outer: tuple[Observer, ...]) -> GraphModule:
-        observers = (*outer, self.observer) if self.observer is not None else outer
-        if not observers and self._has_usual_checks():
-            with contextlib.suppress(VerifyError):
-                return self._at_once(graph_module)
-        for run_next in self.passes:
-            if isinstance(run_next, Pipeline):
-                graph_module = run_next._run(graph_module, observers)
-                continue
-            after = run_next(graph_module)
-            for observer in observers:
-                observer(run_next, graph_module, after)
-            graph_module = after
-        return graph_module
 
     def _has_usual_checks(self) -> bool:
         """Returns whether there are several passes, none of them a pipeline or with checks of its own."""
@@ -175,7 +163,7 @@ class Pipeline(Pass):
         for item in self.passes:
             after = item._rewritten(after)
         after.recompile()
-        verify(after, before=graph_module, thorough=False)
+        verify(after, before=graph_module)
         if all(item.keeps_signature for item in self.passes):
             check_signature(graph_module, after)
         return after
@@ -200,8 +188,7 @@ def passes_for(graph: GraphKind, passes: Iterable[Pass]) -> tuple[Pass, ...]:
     """Returns those of the passes that are for one kind of graph, "operators" or "joint", in order; a `Pipeline` counts
     as the passes in it.
 
-    Raises TypeError for an object that is no pass, and ValueError for a pass whose `graph` is no kind of graph.
-    """
+    Raises TypeError for an object that is no pass, and ValueError for a pass whose `graph` is no kind of graph."""
     flat = list(_flat(tuple(passes)))
     for listed in flat:
         if listed.graph not in ("operators", "joint"):

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes.compat import schema_of
 from passes.graph_pass import Pass
 from passes.graphs.edit import new_call, on_stored_values, refresh
-from passes.graphs.node_facts import OPERATOR_OVERLOAD, is_float
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, ancestors, is_float
 from passes.graphs.op_kinds import (
     CAST_FIRST_ONLY,
     fills_with,
@@ -140,18 +140,15 @@ def _cast(graph: Graph, user: Node, value: Node, dtype: torch.dtype) -> Node:
 
 
 def _hold_ancestors(value: Node, largest: float) -> None:
-    """Clamps to ±`largest` the numbers that fill a mask, so that they stay finite when `value` is cast.
+    """Clamps to ±`largest` the numbers that fill a mask, so that they stay finite when `value` is cast. The mask may be
+    `value`, or one of the values from which it is computed."""
 
-    The mask may be `value`, or one of the values from which it is computed.
-    """
-    pending, seen = [value], {value}
-    while pending:
-        node = pending.pop()
+    def passes_on(node: Node) -> bool:
+        known = fills_with(node) or moves_data(node) or op_name(node) in ("add", "mul", "masked_fill", "where")
+        return is_float(node) and bool(known)
+
+    for node in filter(is_float, ancestors([value], passes_on)):
         _clamp_fills(node, largest)
-        if fills_with(node) or moves_data(node) or op_name(node) in ("add", "mul", "masked_fill", "where"):
-            fresh = [source for source in node.all_input_nodes if source not in seen and is_float(source)]
-            seen.update(fresh)
-            pending += fresh
 
 
 def _clamp_fills(node: Node, largest: float) -> None:

@@ -1,16 +1,19 @@
-"""Removes casts that change nothing, are undone or are repeated; moves casts to where there are fewer elements."""
+"""Removes casts that change nothing, are undone or are repeated; moves casts to where there are fewer elements, and
+into sums."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes.graph_pass import Pass
-from passes.graphs.aliases import storages
-from passes.graphs.edit import new_call, on_stored_values, refresh, replace_node, result_of, store, values_after
+from passes.graph_pass import GraphKind, Pass
+from passes.graphs.aliases import storages, storages_of
+from passes.graphs.edit import new_call, on_stored_values, refresh, replace_node, restride, result_of
 from passes.graphs.node_facts import is_float, may_write
-from passes.graphs.op_kinds import PICKS, is_cast, moves_data, op_name
+from passes.graphs.op_kinds import PICKS, is_cast, is_view, moves_data, op_name
+from passes.rewrite_pattern import RewritePattern
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class MergeCasts(Pass):
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
-        written = _written(graph)
+        written = storages_of(source for node in graph.nodes if may_write(node) for source in node.all_input_nodes)
         with on_stored_values(graph):
             casts, changed = _casts(graph), True
             while changed:
@@ -44,16 +47,6 @@ class MergeCasts(Pass):
                     if step(graph, casts, written):
                         casts, changed = _casts(graph), True
         return graph_module
-
-
-def _written(graph: Graph) -> frozenset[Hashable]:
-    """Returns the storages that a call may write to."""
-    found: set[Hashable] = set()
-    for node in graph.nodes:
-        if may_write(node):
-            for source in node.all_input_nodes:
-                found |= storages(source)
-    return frozenset(found)
 
 
 def _casts(graph: Graph) -> list[Node]:
@@ -89,11 +82,9 @@ def _remove_round_trips(graph: Graph, casts: list[Node], written: frozenset[Hash
             changed = True
         elif isinstance(inner, Node) and _exact(inner, source) and not _is_written(inner, written):
             # Widening does not round: the second cast may read what the first one reads.
-            after = values_after({node: inner.meta["val"].to(dtype)})
-            if after is None:
+            if not restride({node: inner.meta["val"].to(dtype)}):
                 continue
             node.replace_input_with(source, inner)
-            store(after)
             changed = True
             if not source.users:
                 graph.erase_node(source)
@@ -137,10 +128,8 @@ def _hoist(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> boo
         if changed and any(_source(node.all_input_nodes[0]) is not origin for node in group):
             continue  # the origin is a cast that was just moved
         cast_origin = {origin: origin.meta["val"].to(dtype)}
-        after = values_after({node: result_of(node.all_input_nodes[0], cast_origin) for node in group})
-        if after is None:
+        if not restride({node: result_of(node.all_input_nodes[0], cast_origin) for node in group}):
             continue
-        store(after)
         with graph.inserting_after(_last_of_its_line(origin)):
             cast = new_call(group[0], torch.ops.aten.to.dtype, origin, dtype)
         for node in group:
@@ -167,10 +156,8 @@ def _sink(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool
         if not fewer_behind or source.meta["val"].dtype == dtype:
             continue
         uncast = {node: source.meta["val"]}
-        after = values_after({mover: result_of(mover, uncast).to(dtype) for mover in movers})
-        if after is None:
+        if not restride({mover: result_of(mover, uncast).to(dtype) for mover in movers}):
             continue
-        store(after)
         for mover in movers:
             mover.replace_input_with(node, source)
             refresh(mover)
@@ -202,3 +189,48 @@ def _last_of_its_line(source: Node) -> Node:
     if source.op != "placeholder":
         return source
     return source.graph.find_nodes(op="placeholder")[-1]
+
+
+_SUMS = frozenset({torch.ops.aten.sum.dim_IntList, torch.ops.aten.sum.default})
+
+
+@dataclass(frozen=True)
+class SumInFp32(RewritePattern[list[Node]]):
+    """Makes a sum of 16-bit values that is only cast to fp32, perhaps after views, return fp32.
+
+    Kernels sum in fp32 anyway, so that this saves a rounding and a cast. The gradients of biases are such sums.
+
+    Before:
+        sum_1: bf16[1, 4] = aten.sum.dim_IntList(x, [0], True)
+        view: bf16[4] = aten.view(sum_1, [4])
+        _to_copy: f32[4] = aten._to_copy(view, dtype=f32)
+    After:
+        sum_1: f32[1, 4] = aten.sum.dim_IntList(x, [0], True, dtype=f32)
+        view: f32[4] = aten.view(sum_1, [4])
+    """
+
+    graph: ClassVar[GraphKind] = "joint"
+
+    def match(self, node: Node) -> list[Node] | None:
+        return (is_cast(node) and _only_widens(node) and _chain_to_sum(node)) or None
+
+    def replace(self, node: Node, found: list[Node]) -> Node:
+        found[-1].update_kwarg("dtype", torch.float32)
+        for link in reversed(found):
+            refresh(link)
+        return found[0]
+
+
+def _only_widens(cast: Node) -> bool:
+    source = cast.all_input_nodes[0].meta["val"]
+    low = isinstance(source, torch.Tensor) and source.dtype in (torch.bfloat16, torch.float16)
+    return low and cast.meta["val"].dtype == torch.float32 and cast.meta["val"].device == source.device
+
+
+def _chain_to_sum(cast: Node) -> list[Node]:
+    """Returns the views from a cast back to a sum, and the sum, if only the next one reads each; else []."""
+    chain = [cast.all_input_nodes[0]]
+    while is_view(chain[-1]) and len(chain[-1].all_input_nodes) == 1 and len(chain[-1].users) == 1:
+        chain.append(chain[-1].all_input_nodes[0])
+    last = chain[-1]
+    return chain if last.target in _SUMS and len(last.users) == 1 and "dtype" not in last.kwargs else []

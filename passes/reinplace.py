@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -10,28 +10,16 @@ from torch.fx import GraphModule, Node
 from passes.graph_pass import GraphKind, Pass
 from passes.graphs.aliases import Aliases, find_cautious_aliases
 from passes.graphs.node_facts import same_sizes
-from passes.graphs.op_kinds import InplaceVariant, inplace_variants
+from passes.graphs.op_kinds import inplace_variants
 from passes.graphs.verify import VerifyError, named_nodes
 
 
-@dataclass(frozen=True)
-class FoundReuse:
-    """A call whose result can be written over an operand, and that operand."""
+def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> tuple[tuple[str, str], ...]:
+    """Returns the calls that `Reinplace` rewrites, in the graph's order, as pairs of names: of the call, and of the
+    operand that it writes its result over.
 
-    name: str
-    operand: str
-    """The name of the operand's node."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: over {self.operand}"
-
-
-def find_reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> tuple[FoundReuse, ...]:
-    """Returns the calls that `Reinplace` rewrites, in the graph's order.
-
-    With `among`, only those calls that are in it, and that write over memory which a node in it makes.
-    """
-    return tuple(FoundReuse(reuse.node.name, reuse.operand.name) for reuse in _reuses(graph_module, among))
+    With `among`, only those calls that are in it, and that write over memory which a node in it makes."""
+    return tuple((node.name, operand.name) for node, operand, *_ in _reuses(graph_module, among))
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,8 @@ class Reinplace(Pass):
     For forward and backward graphs that run as they are and are not differentiated, after all other passes. The
     operand's memory is made in the graph by a call that is known to make new memory, has the size and layout of the
     result, and is not read later under any name. Inputs and outputs are never written over. Results are the same bit
-    for bit, and no more memory is held at any time. `reuses` names the calls to rewrite; None: all that can be.
+    for bit, and no more memory is held at any time. `reuses` names the calls to rewrite and their operands, as
+    `find_reuses` does; None: all that can be.
 
     Before:
         mm: f32[4, 2] = aten.mm(x, weight)
@@ -55,79 +44,63 @@ class Reinplace(Pass):
 
     graph: ClassVar[GraphKind] = "joint"
 
-    reuses: tuple[FoundReuse, ...] | None = None
+    reuses: tuple[tuple[str, str], ...] | None = None
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        for reuse in _reuses(graph_module) if self.reuses is None else _named(graph_module, self.reuses):
-            variant, node = reuse.variant, reuse.node
-            node.target = variant.target
-            if variant.out:
-                node.kwargs = {**node.kwargs, variant.out: reuse.operand}
+        found = _reuses(graph_module) if self.reuses is None else _named(graph_module, self.reuses)
+        for node, operand, target, out in list(found):
+            node.target = target
+            if out:
+                node.kwargs = {**node.kwargs, out: operand}
         return graph_module
 
 
-@dataclass(frozen=True)
-class _Reuse:
-    node: Node
-    operand: Node
-    variant: InplaceVariant
+_Reuse: TypeAlias = tuple[Node, Node, Any, str]
+"""A call, the operand that it writes over, and the variant of its operator that does so (see `inplace_variants`)."""
 
 
 def _reuses(graph_module: GraphModule, among: Collection[Node] | None = None) -> list[_Reuse]:
-    """Returns all reuses, found in the graph before any is made.
-
-    They do not disturb each other: no later call reads a block that is written over under an old name, and the result
-    counts as new memory.
-    """
+    """Returns all reuses, found in the graph before any is made. They do not disturb each other: no later call reads a
+    block that is written over under an old name, and the result counts as new memory."""
     aliases = find_cautious_aliases(graph_module.graph)
     calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
     found = (next(_of(node, aliases, among), None) for node in calls if among is None or node in among)
     return [reuse for reuse in found if reuse is not None]
 
 
-def _named(graph_module: GraphModule, wanted: Sequence[FoundReuse]) -> list[_Reuse]:
+def _named(graph_module: GraphModule, wanted: Sequence[tuple[str, str]]) -> Iterator[_Reuse]:
     aliases = find_cautious_aliases(graph_module.graph)
-    calls = named_nodes(graph_module.graph, [named.name for named in wanted])
-    found = []
-    for call, named in zip(calls, wanted, strict=True):
-        reuse = next((reuse for reuse in _of(call, aliases) if reuse.operand.name == named.operand), None)
+    for call, (name, operand) in zip(
+        named_nodes(graph_module.graph, [name for name, _ in wanted]), wanted, strict=True
+    ):
+        reuse = next((reuse for reuse in _of(call, aliases) if reuse[1].name == operand), None)
         if reuse is None:
-            raise VerifyError(
-                named.name, f"it cannot write over {named.operand}", "give reuses that find_reuses returns"
-            )
-        found.append(reuse)
-    return found
+            raise VerifyError(name, f"it cannot write over {operand}", "give reuses that find_reuses returns")
+        yield reuse
 
 
 def _of(node: Node, aliases: Aliases, among: Collection[Node] | None = None) -> Iterator[_Reuse]:
     """Yields the operands that a call can write over, in memory that is made by one of the nodes `among`."""
-    for variant in inplace_variants(node.target):
-        operands = node.args if variant.out else node.args[:1]
-        for operand in operands:
-            if not isinstance(operand, Node) or not _is_among(operand, aliases, among):
+    for target, out in inplace_variants(node.target):
+        for operand in node.args if out else node.args[:1]:
+            if not isinstance(operand, Node) or (block := aliases.own_block(operand)) is None:
                 continue
-            if _dies(node, operand, aliases) and _fits(node, operand, aliases):
-                yield _Reuse(node, operand, variant)
+            if among is not None and aliases.blocks[block].maker not in among:
+                continue
+            if _dies(node, operand, block, aliases) and _fits(node, operand, aliases.blocks[block].value):
+                yield node, operand, target, out
 
 
-def _is_among(operand: Node, aliases: Aliases, among: Collection[Node] | None) -> bool:
-    block = aliases.own_block(operand)
-    return among is None or (block is not None and aliases.blocks[block].maker in among)
-
-
-def _dies(node: Node, operand: Node, aliases: Aliases) -> bool:
+def _dies(node: Node, operand: Node, block: int, aliases: Aliases) -> bool:
     """Returns whether the call is the last to read the operand's memory, and reads it under this name alone."""
-    block = aliases.own_block(operand)
-    if block is None or node < aliases.last_reader[block]:
+    if node < aliases.last_reader[block]:
         return False
     return not any(block in aliases.of[source] for source in node.all_input_nodes if source is not operand)
 
 
-def _fits(node: Node, operand: Node, aliases: Aliases) -> bool:
-    """Returns whether the operand covers its memory, every element once, and the result has its layout."""
-    block = aliases.own_block(operand)
-    assert block is not None
-    result, value, whole = node.meta["val"], operand.meta["val"], aliases.blocks[block].value
+def _fits(node: Node, operand: Node, whole: torch.Tensor) -> bool:
+    """Returns whether the operand covers its memory, `whole`, every element once, and the result has its layout."""
+    result, value = node.meta["val"], operand.meta["val"]
     return (
         result.is_floating_point()
         and (result.dtype, result.device) == (value.dtype, value.device)

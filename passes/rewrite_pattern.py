@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.graph_pass import Pass
-from passes.graphs.aliases import storages
+from passes.graphs.aliases import storages_of
 from passes.graphs.edit import erase_unread, new_call, on_stored_values, replace_node
 from passes.graphs.node_facts import same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
@@ -60,8 +60,7 @@ class RewritePattern(Pass, Generic[Data]):
     def match(self, node: Node) -> Data | None:
         """Returns the data that `replace` needs of the pattern that ends at this call; None or False for no pattern.
 
-        Must not change the graph.
-        """
+        Must not change the graph."""
 
     @abc.abstractmethod
     def replace(self, node: Node, found: Data) -> Node:
@@ -118,8 +117,7 @@ def check_named(names: Collection[str], reasons: Mapping[str, str], unknown: str
 def check_only_read_by(inner: Collection[Node], readers: Collection[Node], like: Node) -> None:
     """Raises `NoMatch` where anything but `readers` reads one of the values `inner`, or the graph returns one.
 
-    Calls that only read a size of a value are allowed where the value has the shape of `like`.
-    """
+    Calls that only read a size of a value are allowed where the value has the shape of `like`."""
     for node in inner:
         value = node.meta["val"]
         sized = isinstance(value, torch.Tensor) and same_sizes(value.shape, like.meta["val"].shape)
@@ -135,11 +133,11 @@ def check_unwritten(
     """Raises `NoMatch` where a call after `first`, up to `last`, writes to the memory of one of the values.
 
     `what` names the values in the message."""
-    held = frozenset[Any]().union(*(storages(value) for value in values))
+    held = storages_of(values)
     node = first
     while node is not last:
         node = node.next
-        if any(storages(argument) & held for argument in mutated_arguments(node)):
+        if storages_of(mutated_arguments(node)) & held:
             raise NoMatch(f"{node.name} writes to {what}")
 
 
@@ -152,37 +150,18 @@ def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any)
 def erase_inner(inner: Collection[Node], like: Node) -> None:
     """Erases calls of a match, `inner`, that nothing reads any more, and constants and casts that only they read.
 
-    Calls that read the size of one of `inner` read that of `like` instead.
-    """
-    pending = sorted(inner)
-    erased: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        for user in [measure for measure in node.users if op_name(measure) == "sym_size" and node in inner]:
+    Calls that read the size of one of `inner` read that of `like` instead."""
+    for node in inner:
+        for user in [measure for measure in node.users if op_name(measure) == "sym_size"]:
             user.replace_input_with(node, like)
-        if node.users or node is like or node in erased or node.op not in ("call_function", "get_attr"):
-            continue
-        sources = node.all_input_nodes
-        node.graph.erase_node(node)
-        erased.add(node)
-        pending += [source for source in sources if is_cast(source) or source.op == "get_attr" or _is_scalar(source)]
+
+    def is_erasable(node: Node) -> bool:
+        goes = node in inner or is_cast(node) or node.op == "get_attr" or _is_scalar(node)
+        return goes and node is not like and node.op in ("call_function", "get_attr")
+
+    erase_unread(sorted(inner), is_erasable)
 
 
 def _is_scalar(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
-def erase_up_to(
-    stop: Collection[Node], node: Node, follows: Callable[[Node, Node], bool] = lambda node, source: True
-) -> None:
-    """Erases the call `node` if nothing reads it and it is not in `stop`; then does the same with each of its inputs.
-
-    `follows(call, input)` says whether the input of an erased call may be erased too."""
-    if node.users or node.op != "call_function" or node in stop:
-        return
-    sources = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in sources:
-        if follows(node, source):
-            erase_up_to(stop, source, follows)

@@ -1,7 +1,7 @@
 """Runs segments of a graph on a part of their rows at a time."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +12,13 @@ from torch.fx import Graph, GraphModule, Node
 from passes.compat import size_seen, statically_known_true
 from passes.graph_pass import Pass
 from passes.graphs.edit import new_call, on_stored_values
-from passes.graphs.op_kinds import is_cast
+from passes.graphs.op_kinds import is_cast, op_name
 from passes.graphs.verify import VerifyError, named_nodes
-from passes.patterns.row_places import RowsPlace, shape_of, with_rows
 from passes.patterns.row_segments import RowSegment, is_part, memory_order
-from passes.patterns.row_wise import row_operands
+from passes.patterns.row_wise import RESHAPES, RowsPlace, row_operands, shape_of
 
 aten = torch.ops.aten
+_SIZED = RESHAPES - {"flatten"} | {"expand"}
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ def _check(graph: Graph, segment: RowSegment) -> None:
     named = (*segment.inputs, *segment.members)
     nodes = named_nodes(graph, [name for name, _ in named])
     places: dict[Node, RowsPlace | None] = dict(zip(nodes, (place for _, place in named), strict=True))
-    for name, place in segment.members:
-        (node,) = named_nodes(graph, [name])
+    for node, (name, place) in zip(nodes[len(segment.inputs) :], segment.members, strict=True):
         operands = row_operands(node, place)
         if operands is None or any(places.get(source) != needed for source, needed in operands):
             raise VerifyError(
@@ -219,3 +218,24 @@ def _narrows(node: Node) -> bool:
     before: Any = node.args[0].meta["val"]
     after: Any = node.meta["val"]
     return bool(before.is_floating_point() and after.is_floating_point() and after.itemsize < before.itemsize)
+
+
+def with_rows(node: Node, place: RowsPlace, resize: Callable[[Any, RowsPlace], Any]) -> tuple[Any, ...]:
+    """Returns the arguments of the call `node` with the sizes among them changed to another number of rows.
+
+    `place` is where the call's result has the rows. `resize`, called with the size of that dimension and `place`,
+    returns the new size."""
+    if op_name(node) not in _SIZED:
+        return node.args
+    sizes: Any = node.args[-1] if op_name(node) == "unflatten" else node.args[1]
+    number = place.dim
+    if op_name(node) == "unflatten":
+        number -= int(node.args[1]) % len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    if not 0 <= number < len(sizes) or _is_inferred(sizes[number]):
+        return node.args
+    changed = [*sizes[:number], resize(sizes[number], place), *sizes[number + 1 :]]
+    return tuple(changed if argument is sizes else argument for argument in node.args)
+
+
+def _is_inferred(size: Any) -> bool:
+    return isinstance(size, int) and size == -1

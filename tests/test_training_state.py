@@ -137,7 +137,7 @@ def test_histories_of_8_bit_layers_are_set_back() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     histories = histories_of(model)
     histories.scale("x", torch.ones(4), torch.float8_e4m3fn)
-    state, before = TrainingState.whole(model), histories.magnitudes
+    state, before = TrainingState.whole(model), dict(histories.magnitudes)
     histories.scale("x", 3 * torch.ones(4), torch.float8_e4m3fn)
     histories.scale("y", torch.ones(4), torch.float8_e4m3fn)
     state.undo()

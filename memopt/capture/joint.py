@@ -18,7 +18,6 @@ from memopt.device.storages import find_storages, fused_away, is_generated
 from memopt.errors import CaptureError
 from passes import (
     CANONICAL,
-    FoundReuse,
     FreeFirst,
     Pass,
     PassError,
@@ -47,9 +46,9 @@ class JointGraph:
     """The joint graph before and after each pass that was decided for it; None where there was none."""
     fused: bool = False
     """Whether its backend fuses elementwise operators with the operators that read their results."""
-    reuses: tuple[FoundReuse, ...] = ()
-    """The backward calls whose result overwrites an operand that the backward itself makes. The backward runs each of
-    them once, in this order, so that the operand is dead by then in every schedule."""
+    reuses: tuple[tuple[str, str], ...] = ()
+    """The backward calls whose result overwrites an operand that the backward itself makes, each with that operand. The
+    backward runs each of them once, in this order, so that the operand is dead by then in every schedule."""
     released: frozenset[int] = frozenset()
     """The positions of the forward's results that its caller holds to the end of the forward only."""
     trace: Any = field(default=None, repr=False, compare=False)

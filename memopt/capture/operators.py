@@ -195,9 +195,7 @@ def operator_graph(
 
 def run_joint_passes(joint: fx.GraphModule, pipeline: Pipeline) -> Operators:
     """Run passes on a joint graph; returns the graphs before and after each one. Raises `PassError` where one fails."""
-    stages = [joint]
-    Pipeline((pipeline,), observer=lambda _, before, after: stages.append(after))(joint)
-    return Operators(tuple(stages), (Decision(pipeline),))
+    return Operators((joint, *pipeline.stages(joint)), (Decision(pipeline),))
 
 
 def to_differentiate(operators: Operators) -> fx.GraphModule:

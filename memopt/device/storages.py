@@ -15,7 +15,7 @@ from torch import fx
 from memopt.compat.host import is_on_host
 from memopt.compat.operators import OpOverload, schema_of
 from memopt.compat.symbols import largest_value
-from passes import FoundReuse, is_pure
+from passes import is_pure
 from passes.graphs.aliases import Aliases, find_aliases, results_of, viewed_argument
 from passes.graphs.node_facts import backward_nodes, is_tangent
 from passes.graphs.op_kinds import is_pointwise, mutated_arguments, op_name
@@ -34,12 +34,12 @@ class Storages(Aliases):
 
 
 def find_storages(
-    graph: fx.Graph, fused: frozenset[fx.Node] = frozenset(), reuses: Iterable[FoundReuse] = ()
+    graph: fx.Graph, fused: frozenset[fx.Node] = frozenset(), reuses: Iterable[tuple[str, str]] = ()
 ) -> Storages:
     """Returns the storages of a functional ATen graph (see `find_aliases`), each as large as the storage of the fake
-    tensor made in it. The values of `fused` nodes are never held, the results of the calls in `reuses` are written over
-    one of their operands, and a copy in the host's memory (`memopt::copy_out`) has no storage."""
-    return Storages(**vars(find_aliases(graph, fused, {reuse.name: reuse.operand for reuse in reuses})))
+    tensor made in it. The values of `fused` nodes are never held, the results of the calls that `reuses` names are
+    written over the operands named with them, and a copy in the host's memory (`memopt::copy_out`) has no storage."""
+    return Storages(**vars(find_aliases(graph, fused, dict(reuses))))
 
 
 def is_mutation(node: fx.Node) -> bool:

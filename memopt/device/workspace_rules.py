@@ -10,7 +10,7 @@ import torch
 
 from memopt.compat.operators import schema_of
 from memopt.device.op_call import OpCall, TensorSpec
-from passes.ops.chunked_linear import chunk_rows
+from passes.ops.chunked import chunk_rows
 from passes.ops.fp8_formats import E8M0
 
 Rule = Callable[[OpCall], int]

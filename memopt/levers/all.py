@@ -8,24 +8,22 @@ from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
-from memopt.levers.bf16_parameters import BF16_PARAMETERS
 from memopt.levers.chunked_loss import CHUNKED_LOSS
-from memopt.levers.expandable_segments import EXPANDABLE_SEGMENTS
-from memopt.levers.fp8 import FP8, FP8_BLOCK, FP8_DELAYED, MXFP8
-from memopt.levers.fp8_activations import FP8_ACTIVATIONS
-from memopt.levers.fused_attention import FUSED_ATTENTION
-from memopt.levers.fused_ops import FUSED_OPS
+from memopt.levers.decided_elsewhere import (
+    EXPANDABLE_SEGMENTS,
+    MICROBATCH,
+    OFFLOAD_ACTIVATIONS,
+    OFFLOAD_PARAMETERS,
+    PLAIN,
+    RECOMPUTE,
+    RECOMPUTE_LEFT_OUT,
+    REINPLACE,
+)
+from memopt.levers.fp8 import FP8, FP8_ACTIVATIONS, FP8_BLOCK, FP8_DELAYED, MXFP8
+from memopt.levers.fused_ops import FUSED_ATTENTION, FUSED_OPS
 from memopt.levers.lever import Lever
-from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
-from memopt.levers.microbatch import MICROBATCH
-from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
-from memopt.levers.offload_optimizer import OFFLOAD_OPTIMIZER
-from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
-from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
-from memopt.levers.plain import PLAIN
+from memopt.levers.optimizer_levers import BF16_PARAMETERS, LOW_BIT_OPTIMIZER, OFFLOAD_OPTIMIZER, OPTIMIZER_IN_BACKWARD
 from memopt.levers.precision import PRECISION
-from memopt.levers.recompute import RECOMPUTE, RECOMPUTE_LEFT_OUT
-from memopt.levers.reinplace import REINPLACE
 from memopt.levers.tiles import TILES
 
 _IN_ORDER = (
@@ -88,8 +86,7 @@ def check_allow(allow: Collection[str | Lever]) -> tuple[Lever, ...]:
     then the user's own, sorted by name.
 
     Raises `TypeError` where `allow` is a string or no collection. Raises `ValueError` for a name that is not in
-    `LEVERS` or that another option of `optimize` takes, and for two different levers of one name.
-    """
+    `LEVERS` or that another option of `optimize` takes, and for two different levers of one name."""
     if isinstance(allow, str) or not isinstance(allow, Collection):
         raise TypeError(f"allow must be a set of lever names, such as memopt.DEFAULT_LEVERS | {{'fp8'}}, not {allow!r}")
     own: list[Lever] = []

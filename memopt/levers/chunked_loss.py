@@ -14,12 +14,9 @@ LABEL = "chunked_loss"
 
 @dataclass(frozen=True)
 class _ChunkLosses:
-    """Decides which losses of a region are computed in chunks of rows, without holding the logits.
-
-    For the mean or sum of a cross entropy the forward computes the gradients too. With `weight_in_backward`, the
-    backward computes the weight's gradient from recomputed logits: that is a fourth matmul, but the gradient is held
-    only once.
-    """
+    """Decides which losses of a region are computed in chunks of rows, without holding the logits. For the mean or sum
+    of a cross entropy the forward computes the gradients too. With `weight_in_backward`, the backward computes the
+    weight's gradient from recomputed logits: that is a fourth matmul, but the gradient is held only once."""
 
     weight_in_backward: bool = False
 

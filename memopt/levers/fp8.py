@@ -1,4 +1,4 @@
-"""The levers that multiply linear layers in 8 bits: one for each way to scale."""
+"""The levers on layers in 8 bits: one for each way to scale their products, and one that saves activations so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from memopt.capture.operators import Rewriting
 from memopt.device import Hardware
 from memopt.levers.lever import Deciders, GraphChange, Lever
 from memopt.levers.precision import DecidePrecision
-from memopt.rewrite.narrow import DecideFp8, has_units
+from memopt.rewrite.narrow import FP8_ACTIVATIONS as SAVED_IN_FP8
+from memopt.rewrite.narrow import DecideFp8, has_units, note_activations, quantizing
 from memopt.rewrite.policy import Rules
 
 
@@ -36,3 +37,10 @@ FP8 = _lever("fp8", "current", "one current scale per tensor")
 FP8_DELAYED = _lever("fp8_delayed", "delayed", "one scale per tensor from the largest values of earlier steps")
 FP8_BLOCK = _lever("fp8_block", "block", "one scale per 128 values, or per 128 by 128 weights, as Hopper supports")
 MXFP8 = _lever("mxfp8", "mx", "one power of two per 32 values or weights, as Blackwell supports")
+FP8_ACTIVATIONS = Lever(
+    SAVED_IN_FP8,
+    "Activation functions and products save their operands in 8 bits where memory is short.",
+    "approximate",
+    "quantization error in gradients; needs a step in 16 bits",
+    graph=GraphChange((note_activations,), "with", joint=quantizing, needs_low=True),
+)

@@ -106,8 +106,7 @@ def lever_sets(
     In each rewriting `needed` names the lever added last, which must find something to rewrite; it is empty for a lever
     that also decides passes on the joint graph. `histories` is the prefix of the names of 8-bit layers' scale
     histories. Raises `ValueError` for levers that exclude each other, and for one that needs 16 bits where the step is
-    in fp32.
-    """
+    in fp32."""
     changes = [(lever, lever.graph) for lever in levers if lever.graph is not None]
     _check_exclusive(changes)
     quick = [pair for pair in changes if pair[1].faster is not None and pair[1].faster(card)]

@@ -1,4 +1,4 @@
-"""Combinations of levers on the optimizer: how they are put around it, and what a step costs with them."""
+"""The levers on the optimizer, and their combinations: how they are put around it, and what a step costs with them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,71 @@ from torch import nn, optim
 from memopt.account.account import Account
 from memopt.levers.lever import Lever, OptimizerChange
 from memopt.levers.training_price import TrainingFacts, TrainingPrice, price_training
-from memopt.optimizers import Stepping
+from memopt.optimizers import (
+    BF16ParametersOptimizer,
+    LowBitOptimizer,
+    OffloadedOptimizer,
+    OptimizerInBackward,
+    Stepping,
+    check_adam,
+    use_bf16_parameters,
+)
 from memopt.optimizers.parameterwise import check_inner
 from memopt.units import duration, size
+
+BF16_PARAMETERS = Lever(
+    BF16ParametersOptimizer.title,
+    "Parameters and gradients are held in bfloat16, with stochastic rounding in the optimizer's step.",
+    "approximate",
+    "rounding of every update; needs a step in bf16, and memopt.wrap_optimizer",
+    optimizer=OptimizerChange(
+        BF16ParametersOptimizer,
+        "parameters and gradients in bfloat16, stepped in float32 and rounded stochastically",
+        "weights have 8 bits of precision, rounded without bias",
+        apply=use_bf16_parameters,
+        narrows=True,
+    ),
+)
+LOW_BIT_OPTIMIZER = Lever(
+    LowBitOptimizer.title,
+    "Adam's two moments are held in 8 bits.",
+    "approximate",
+    "quantization error in the moments; for Adam and AdamW only, and needs memopt.wrap_optimizer",
+    optimizer=OptimizerChange(
+        LowBitOptimizer,
+        "Adam's moments in 8 bits, with one scale per 256 values; those of small parameters stay in float32",
+        "moments rounded to about two decimal digits; trains about as with float32 moments",
+        check=check_adam,
+    ),
+)
+OFFLOAD_OPTIMIZER = Lever(
+    OffloadedOptimizer.title,
+    "The optimizer's state is held in host memory and copied piece by piece for its step.",
+    "bitwise",
+    "host memory and the time of the copies; needs memopt.wrap_optimizer; not on a CPU",
+    optimizer=OptimizerChange(
+        OffloadedOptimizer,
+        "the optimizer's state in the host's memory, copied to the device piece by piece",
+        "bitwise equal to the same optimizer stepped parameter by parameter",
+        offloads=True,
+    ),
+)
+OPTIMIZER_IN_BACKWARD = Lever(
+    OptimizerInBackward.title,
+    "Each parameter is stepped, and its gradient freed, as soon as the backward no longer reads them.",
+    "bitwise",
+    "no clipping by the norm of all gradients, no GradScaler, no accumulation, no TrainStep; for backend 'aten', and "
+    "needs memopt.wrap_optimizer",
+    optimizer=OptimizerChange(
+        OptimizerInBackward,
+        "each parameter is stepped, and its gradient freed, as soon as the backward no longer reads them; no "
+        "clipping by the norm of all gradients, no GradScaler, no accumulation, and plain operators only (backend "
+        "'aten')",
+        "bitwise equal to the same optimizer stepped parameter by parameter",
+        in_backward=True,
+    ),
+)
+
 
 Wanted: TypeAlias = Callable[[Sequence[Lever]], bool]
 """Whether a combination of levers is worth the time that it takes to price it."""
@@ -86,8 +148,7 @@ class PricedLevers:
         these levers holds. The old values of these rows have no influence.
 
         Where parameters are stepped in the backward, the rows of gradients and of the optimizer's temporaries are 0:
-        the solver's problem has them as storages.
-        """
+        the solver's problem has them as storages."""
         rows: dict[str, Any] = self.after.rows
         if self.stepping is not None:
             rows.update(gradients=0, optimizer_temporaries=0)

@@ -29,8 +29,7 @@ LEFT_TO_AUTOCAST = "torch.autocast is on: dtypes are left to it"
 def precision_rewriting(policy: Policy, hardware: Hardware) -> Rewriting:
     """Returns the rewriting that gives a model's operator graphs their precision on a device; an empty one for fp32.
 
-    Raises `ValueError` for unknown names in `policy`, and for fp16 on a device without it.
-    """
+    Raises `ValueError` for unknown names in `policy`, and for fp16 on a device without it."""
     low = low_dtype(policy, hardware)
     rules = Rules() if isinstance(policy, str) else Rules.of(policy)
     if low == torch.float32 and all(dtype == torch.float32 for _, dtype in rules.dtypes):

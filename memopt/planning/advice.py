@@ -22,9 +22,7 @@ from memopt.device import hardware, known_hardware
 from memopt.device.devices import device_of
 from memopt.errors import GIB, CaptureError, Way, round_up, would_do
 from memopt.levers.all import allow_exactly
-from memopt.levers.expandable_segments import EXPANDABLE_SEGMENTS, may_expand
-from memopt.levers.microbatch import MICROBATCH
-from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
+from memopt.levers.decided_elsewhere import EXPANDABLE_SEGMENTS, MICROBATCH, OFFLOAD_PARAMETERS, may_expand
 from memopt.microbatch import samples_of, split
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan_search import ADAPTERS, CAPTURE, PlanSearch, Tries

@@ -20,7 +20,7 @@ from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.card import expandable_segments
 from memopt.device.devices import device_of
-from memopt.levers.expandable_segments import may_expand
+from memopt.levers.decided_elsewhere import may_expand
 from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Buckets, ModelTerms, Situation

@@ -28,10 +28,8 @@ from memopt.capture.region import RecordedRegion
 from memopt.capture.trace import accumulating, autocast_to, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.compat.tensors import is_wrapper, special_kind, storage_key
 from memopt.errors import BudgetError, CaptureError
-from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS, offload_link
-from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
+from memopt.levers.decided_elsewhere import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, RECOMPUTE, offload_link
 from memopt.levers.precision import DecidePrecision, check_rules
-from memopt.levers.recompute import RECOMPUTE
 from memopt.lru import LruCache
 from memopt.planning.call_accounts import CallAccounts, Looks
 from memopt.planning.job_key import PlanJob

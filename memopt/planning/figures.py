@@ -11,12 +11,14 @@ from typing import Any
 from memopt.account.account import Account
 from memopt.account.breakdown import Breakdown, breakdown
 from memopt.errors import GIB
-from memopt.levers.expandable_segments import EXPANDABLE_SEGMENTS
-from memopt.levers.offload_activations import OFFLOAD_ACTIVATIONS
-from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
+from memopt.levers.decided_elsewhere import (
+    EXPANDABLE_SEGMENTS,
+    OFFLOAD_ACTIVATIONS,
+    OFFLOAD_PARAMETERS,
+    RECOMPUTE,
+    REINPLACE,
+)
 from memopt.levers.precision import LEFT_TO_AUTOCAST, PRECISION
-from memopt.levers.recompute import RECOMPUTE
-from memopt.levers.reinplace import REINPLACE
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.frontier import Frontier, FrontierPoint
 from memopt.planning.joined import Joined

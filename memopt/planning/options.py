@@ -21,7 +21,7 @@ from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
 from memopt.levers.all import LeverName, check_allow, recompute_note
-from memopt.levers.offload_parameters import OFFLOAD_PARAMETERS
+from memopt.levers.decided_elsewhere import OFFLOAD_PARAMETERS
 from memopt.planning.cluster import ClusterOptions, check_cluster_options
 from memopt.planning.keywords import takes_options
 from memopt.rewrite.policy import Policy, check_policy

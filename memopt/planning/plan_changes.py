@@ -229,9 +229,10 @@ class _RegionChanges:
             yield self.facts.change(kinds.FREED, user, detail=inputs[number].name, nbytes=nbytes, reason=reason)
 
     def in_place(self) -> Iterator[Change]:
-        for reuse in self.region.reuses:
-            operand = operator_name(self.facts.nodes[reuse.operand])
-            yield self.facts.change(kinds.IN_PLACE, self.facts.nodes[reuse.name], detail=operand)
+        for call, operand in self.region.reuses:
+            yield self.facts.change(
+                kinds.IN_PLACE, self.facts.nodes[call], detail=operator_name(self.facts.nodes[operand])
+            )
 
     def _readers(self, storages: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:
         """For each position in `starts`, the operator in whose backward the storages are first read from there on,

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, Way, would_do
 from memopt.levers.all import allow_exactly
-from memopt.levers.expandable_segments import NOTE
+from memopt.levers.decided_elsewhere import REINPLACE, SEGMENTS_NOTE
 from memopt.levers.lever import Lever
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, changes_of, least_with_levers
-from memopt.levers.reinplace import REINPLACE
 from memopt.planning.figures import plain_row, rows_to, schedule_levers, writes_over
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan
@@ -357,7 +356,7 @@ class PlanSearch:
         rows = [plain_row(lever, priced.step.plain, priced.account) for lever, priced in found]
         if plan.proposals:
             rows.append(plain_row(" + ".join(plan.proposals), plan.solved[0].plain, plan.account))
-        segments = (NOTE,) if plan.account.expands else ()
+        segments = (SEGMENTS_NOTE,) if plan.account.expands else ()
         new = tuple(note for note in (*self._notes, *segments) if note not in plan.notes)
         used = tuple(lever for lever in levers.levers if lever not in self._idle) + schedule_levers(plan)
         return replace(plan, levers=used, receipt=rows_to(plan, rows), notes=plan.notes + new)

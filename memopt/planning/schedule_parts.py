@@ -14,7 +14,7 @@ from memopt.planning.changes import operator_name
 from memopt.planning.joined import Joined
 from memopt.planning.priced_step import PricedStep, TracedStep
 from memopt.solver import RematProblem, Schedule
-from passes import ApplyOffloads, ApplySchedule, HostStay
+from passes import ApplySchedule, HostStay
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RegionSchedule:
 def scheduled_graph(joint: JointGraph, schedule: RegionSchedule) -> fx.GraphModule:
     """The joint graph with an extra node for each recomputation and each copy to and from the host in the schedule."""
     order = schedule.evaluations, schedule.boundary, joint.forward_outputs
-    return (ApplyOffloads(*order, schedule.offloads) if schedule.offloads else ApplySchedule(*order))(joint.module)
+    return ApplySchedule(*order, schedule.offloads)(joint.module)
 
 
 def halves(joined: Joined, schedule: Schedule) -> list[tuple[list[int], list[int]]]:

@@ -14,7 +14,6 @@ from memopt.capture.between import EagerCodeBytes
 from memopt.device.storages import Storages, find_storages, is_mutation, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
 from memopt.solver.problem import BlockCall
-from passes import FoundReuse
 from passes.graphs.node_facts import graph_results, is_tangent
 
 
@@ -229,8 +228,8 @@ class GraphUse:
     """Memory is allocated in multiples of this."""
     steps: ParameterSteps = field(default_factory=ParameterSteps)
     """The parameters stepped within the backward, as soon as possible or one by one at its end."""
-    reuses: Collection[FoundReuse] = ()
-    """The calls of the backward whose results take an operand's memory."""
+    reuses: Collection[tuple[str, str]] = ()
+    """The calls of the backward whose results take an operand's memory, each with that operand."""
     released: Collection[int] = ()
     """Positions of the forward's results that its caller holds to the end of the forward only."""
     passed_on: PassedOn | None = None

@@ -23,7 +23,6 @@ from memopt.compat.true_results import raising_for_refused_dtypes
 from memopt.device.devices import kernels_of
 from memopt.errors import CaptureError
 from memopt.lru import LruCache
-from passes import Pipeline
 
 _MOST_TRACES = 256
 """The number of pairs of a region and a backend whose joint graphs are kept."""
@@ -36,12 +35,11 @@ def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") 
     `needed` is the label of a decision that must have chosen passes ("": none must). Raises `NothingToRewrite` where it
     has none, `ValueError` where no decision has that label, and `PassError` where a pass fails."""
     stages, decisions = [graph.module], []
-
     for decide in deciders:
         decisions.append(decide(replace(graph, module=stages[-1])))
         if needed and decisions[-1].pipeline.label == needed:
             check_needed(needed, [Operators(decisions=tuple(decisions))])
-        Pipeline((decisions[-1].pipeline,), observer=lambda _, before, after: stages.append(after))(stages[-1])
+        stages += decisions[-1].pipeline.stages(stages[-1])
     if needed and all(decision.pipeline.label != needed for decision in decisions):
         raise ValueError(
             f"the lever {needed!r} has no pipeline of that label, by which memopt finds whether it changed anything; "

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from memopt.account.optimizer_trial import parameters_of
 from memopt.compat.ddp import unwrapped
 from memopt.compat.tensors import is_sharded
-from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
+from memopt.levers.optimizer_levers import OPTIMIZER_IN_BACKWARD
 from memopt.optimizers import OptimizerInBackward
 from memopt.optimizers.parameterwise import Parameterwise
 from memopt.run.session import session_of

@@ -18,11 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.compat import schema_of
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, tensors
-from passes.graphs.op_kinds import known_targets, mutated_arguments, op_name
+from passes.graphs.op_kinds import WITH_INPLACE_VARIANT, mutated_arguments, op_name
 from passes.ops.offload_ops import COPY_OUT
 
-_IN_PLACE = frozenset(known_targets())
-# Besides those of `inplace_variants`: operators that make their results in new memory.
+# Besides those of `WITH_INPLACE_VARIANT`: operators that make their results in new memory.
 _MAKERS = frozenset(
     {
         "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_log_softmax",
@@ -40,7 +39,7 @@ def makes_memory(node: Node) -> bool:
     """Returns whether every result of a call is known to have a new storage of its own."""
     if node.op != "call_function" or mutated_arguments(node):
         return False
-    return node.target in _IN_PLACE or op_name(node) in _MAKERS
+    return node.target in WITH_INPLACE_VARIANT or op_name(node) in _MAKERS
 
 
 WAIT: Any = getattr(getattr(torch.ops._c10d_functional, "wait_tensor", None), "default", None)
@@ -57,6 +56,11 @@ def storages(node: Node) -> frozenset[Hashable]:
         for value in tensors(node.meta.get("val"))
         if value.layout == torch.strided
     )
+
+
+def storages_of(nodes: Iterable[Node]) -> frozenset[Hashable]:
+    """Returns the keys of all storages behind the values of the nodes."""
+    return frozenset[Hashable]().union(*map(storages, nodes))
 
 
 def viewed_argument(node: Node) -> Node | None:

@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from passes.graphs.aliases import viewed_argument
 from passes.graphs.node_facts import (
     OPERATOR_OVERLOAD,
+    ancestors,
     arguments_of,
     backward_nodes,
     is_random,
@@ -164,16 +165,14 @@ class _Search:
         return all(_whole(user) == whole for user in node.users if user not in self.late)
 
     def decides_again(self, node: Node) -> bool:
-        """Returns whether a call of the backward that decides by the forward's values must read the forward's bits.
-
-        It need not if it is a threshold, at which the derivative of a continuous function jumps.
-        """
+        """Returns whether a call of the backward that decides by the forward's values must read the forward's bits. It
+        need not if it is a threshold, at which the derivative of a continuous function jumps."""
         if _name(node) not in _COMPARISONS:
             masks = all(value.dtype == torch.bool for value in tensors(node.meta.get("val")))
             return _is_marked(node) or not (masks or _name(node) in ("sign", "sgn"))
         makers = [self.makers(source) for source in node.all_input_nodes]
         return len(makers) == 2 and any(
-            not sources.isdisjoint(_behind(read for result in results - sources for read in result.all_input_nodes))
+            not sources.isdisjoint(ancestors(read for result in results - sources for read in result.all_input_nodes))
             for results, sources in (makers, makers[::-1])
         )
 
@@ -183,8 +182,8 @@ class _Search:
 
     def makers(self, value: Node) -> set[Node]:
         """Returns the calls of the forward that make what a value of the backward is computed from."""
-        behind = _behind([value], self.late - self.gradients) - self.late
-        return {_maker(node) for node in behind if node.op == "call_function"}
+        behind = ancestors([value], (self.late - self.gradients).__contains__)
+        return {_maker(node) for node in behind if node not in self.late and node.op == "call_function"}
 
 
 def _name(node: Node) -> str:
@@ -257,15 +256,3 @@ def _floats(node: Node) -> bool:
 def _is_wide(node: Node) -> bool:
     """Returns whether all floating-point results have 32 bits or more: kernels compute with no more than these."""
     return all(value.dtype.itemsize >= 4 for value in tensors(node.meta.get("val")) if _is_float(value))
-
-
-def _behind(nodes: Iterable[Node], within: frozenset[Node] | None = None) -> set[Node]:
-    """Returns the nodes and all that they are computed from; only through those `within`, if that is given."""
-    pending = list(nodes)
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if within is None or node in within:
-            pending += [source for source in node.all_input_nodes if source not in seen]
-            seen.update(node.all_input_nodes)
-    return seen

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -33,8 +33,7 @@ def propagating(mode: Any) -> Iterator[None]:
     or autocast. No guards and no pending symbols are left behind.
 
     With symbolic sizes, operators run by torch's Python implementations where there are any, as in tracing, since some
-    kernels do not take such sizes.
-    """
+    kernels do not take such sizes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for device in ("cpu", "cuda"):
@@ -81,35 +80,27 @@ def _of(node: Node) -> Any:
     return node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
-def values_after(changes: Mapping[Node, Any]) -> dict[Node, Any] | None:
-    """Returns the `meta["val"]` that nodes would have if those in `changes` had the values given there, whose strides
-    may be new: for the nodes in `changes`, and for all later nodes whose strides would change too. Changes no node.
+def restride(changes: Mapping[Node, Any]) -> bool:
+    """Sets the `meta["val"]` of each node in `changes` to the value given there, whose strides may be new, and that of
+    all later nodes whose strides change with them. To be called within `on_stored_values`.
 
-    Returns None where an operator does not take the new strides, as a view may not, where a value cannot be computed,
-    or where the strides of a result of the graph would change. To be called within `on_stored_values`."""
+    Returns False, and changes nothing, where an operator does not take the new strides, as a view may not, where a
+    value cannot be computed, or where the strides of a result of the graph would change."""
     changed = {node: value for node, value in changes.items() if strides(value) != strides(node.meta["val"])}
-    if not changed:
-        return dict(changes)
-    for node in next(iter(changed)).graph.nodes:
+    for node in next(iter(changed)).graph.nodes if changed else ():
         if node in changes or changed.keys().isdisjoint(node.all_input_nodes):
             continue
-        if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)):
-            return None
-        if binds_new_symbols(node):
-            return None
+        if node.op != "call_function" or not all(map(_is_known, node.all_input_nodes)) or binds_new_symbols(node):
+            return False
         try:
             value = result_of(node, changed)
         except (RuntimeError, ValueError):  # of kernels, and of fake ones
-            return None
+            return False
         if strides(value) != strides(node.meta["val"]):
             changed[node] = value
-    return {**changes, **changed}
-
-
-def store(values: Mapping[Node, Any]) -> None:
-    """Sets the `meta["val"]` of each node in `values` to the value given there."""
-    for node, value in values.items():
+    for node, value in {**changes, **changed}.items():
         node.meta["val"] = value
+    return True
 
 
 def strides(value: Any) -> list[str]:
@@ -158,13 +149,14 @@ def replace_node(node: Node, by: Node) -> None:
     node.graph.erase_node(node)
 
 
-def erase_unread(nodes: Iterable[Node]) -> None:
-    """Erases those of the nodes that are pure and unread, and then their inputs that have become unread."""
+def erase_unread(nodes: Iterable[Node], erasable: Callable[[Node], bool] = is_pure) -> None:
+    """Erases those of the nodes that nothing reads and that are `erasable`, by default pure; and then their inputs that
+    have become so."""
     pending = list(dict.fromkeys(nodes))
     erased: set[Node] = set()
     while pending:
         node = pending.pop()
-        if node in erased or node.users or not is_pure(node):
+        if node in erased or node.users or not erasable(node):
             continue
         sources = node.all_input_nodes
         node.graph.erase_node(node)
@@ -175,8 +167,7 @@ def erase_unread(nodes: Iterable[Node]) -> None:
 class LazyCode(GraphModule):
     """A `GraphModule` whose `recompile` only drops the code, which is generated when it is next called or read.
 
-    Generating the code of a graph of thousands of nodes takes longer than most passes over it.
-    """
+    Generating the code of a graph of thousands of nodes takes longer than most passes over it."""
 
     def recompile(self) -> None:  # type: ignore[override]
         type(self).forward = LazyCode.forward  # type: ignore[method-assign]  # every graph module has its own class

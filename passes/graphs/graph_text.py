@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -27,8 +28,7 @@ def format_graph(graph: Graph | GraphModule) -> str:
 def format_node(node: Node, name_of: Callable[[Node], str] = lambda node: node.name) -> str:
     """One line: `add: f32[2, 64] = aten.add.Tensor(view, primals_3, alpha=2)`.
 
-    `name_of` gives each node's name, so that a diff can print one graph in the names of another.
-    """
+    `name_of` gives each node's name, so that a diff can print one graph in the names of another."""
     if node.op == "output":
         return f"return {format_argument(node.args[0], name_of)}"
     head = f"{name_of(node)}: {format_value(node.meta['val'])}" if "val" in node.meta else name_of(node)
@@ -235,15 +235,10 @@ def _hunks(steps: list[tuple[str, str]], context: int) -> Iterator[str]:
         for near in range(max(0, index - context), min(len(steps), index + context + 1))
     }
     old_line = new_line = 1
-    hunk: list[str] = []
-    start = (1, 1)
-    for index, (sign, line) in enumerate(steps):
-        if index in shown:
-            start = start if hunk else (old_line, new_line)
-            hunk.append(f"{sign} {line}")
-        old_line += sign != "+"
-        new_line += sign != "-"
-        if hunk and index + 1 not in shown:
-            yield f"@@ -{start[0]},{old_line - start[0]} +{start[1]},{new_line - start[1]} @@"
-            yield from hunk
-            hunk = []
+    for is_shown, pairs in groupby(enumerate(steps), lambda pair: pair[0] in shown):
+        lines = [step for _, step in pairs]
+        olds, news = (sum(sign != other for sign, _ in lines) for other in "+-")
+        if is_shown:
+            yield f"@@ -{old_line},{olds} +{new_line},{news} @@"
+            yield from (f"{sign} {line}" for sign, line in lines)
+        old_line, new_line = old_line + olds, new_line + news

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,26 +33,11 @@ _PURE_OURS = frozenset(
 
 _PURE_PYTHON = frozenset(
     {
-        operator.getitem,
-        operator.add,
-        operator.sub,
-        operator.mul,
-        operator.floordiv,
-        operator.truediv,
-        operator.mod,
-        operator.neg,
-        operator.pow,
-        operator.eq,
-        operator.ne,
-        operator.lt,
-        operator.le,
-        operator.gt,
-        operator.ge,
-        operator.and_,
-        operator.or_,
-        *(getattr(torch, name) for name in dir(torch) if name.startswith("sym_")),
+        operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod,
+        operator.neg, operator.pow, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+        operator.and_, operator.or_, *(getattr(torch, name) for name in dir(torch) if name.startswith("sym_")),
     }
-)
+)  # fmt: skip
 
 
 def is_random(node: Node) -> bool:
@@ -94,8 +79,7 @@ def is_pure(node: Node) -> bool:
     """True if the node may be removed when unused: it writes nothing, is not random, and asserts nothing.
 
     Collectives, higher-order operators and custom operators count as impure, except those of memopt that are known to
-    be pure.
-    """
+    be pure."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function":
@@ -175,8 +159,7 @@ def argument_key(argument: Any) -> Hashable:
     """Returns a hashable key for a node's argument: equal keys mean the same value of the same type.
 
     The key holds types, since `1 == 1.0 == True` in Python, and an operator's result type depends on which it is.
-    Symbolic sizes and tensors are compared by identity.
-    """
+    Symbolic sizes and tensors are compared by identity."""
     if isinstance(argument, Node):
         return (Node, argument.name)
     if argument is None or isinstance(argument, (int, str)):
@@ -194,23 +177,24 @@ def argument_key(argument: Any) -> Hashable:
     return (type(argument), id(argument))
 
 
-def same_argument(one: Any, other: Any) -> bool:
-    """Returns whether two arguments of nodes have the same `argument_key`."""
-    if type(one) is type(other):
-        if isinstance(one, Node):
-            return bool(one.name == other.name)
-        if isinstance(one, (tuple, list)):
-            return len(one) == len(other) and all(map(same_argument, one, other))
-        if one is other:
-            return True
-    return argument_key(one) == argument_key(other)
-
-
 def sources_of(node: fx.Node) -> list[fx.Node]:
     """The nodes among a call's arguments, in order, each as often as it occurs."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, dict(sorted(node.kwargs.items()))), found.append)
     return found
+
+
+def ancestors(nodes: Iterable[Node], follow: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    """Yields the nodes and what they are computed from, each once, nearest first. The inputs of a node for which
+    `follow` is false are left out, unless they are found otherwise."""
+    found = dict.fromkeys(nodes)
+    pending = list(found)
+    for node in pending:  # grows
+        yield node
+        if follow(node):
+            fresh = [source for source in node.all_input_nodes if source not in found]
+            found.update(dict.fromkeys(fresh))
+            pending += fresh
 
 
 def argument_kind(argument: Any) -> Hashable:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from passes.compat import schema_of
-from passes.graphs.node_facts import OPERATOR_OVERLOAD
+from passes.compat import define_operator, schema_of
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, arguments_of
 
-torch.library.define("memopt::data", "(Tensor(a) value) -> Tensor(a)", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-@torch.library.impl("memopt::data", "CompositeImplicitAutograd")
-def _data(value: Tensor) -> Tensor:
-    """Is decomposed where it is differentiated, into what torch's tracers make of the attribute."""
-    return value.data
-
-
-DATA: Any = torch.ops.memopt.data.default
-"""The attribute `data` of a tensor as an operator, so that a trace has a node for it.
+DATA: Any = define_operator("data(Tensor(a) value) -> Tensor(a)", lambda value: value.data)
+"""The attribute `data` of a tensor as an operator, so that a trace has a node for it. Where it is differentiated, it is
+decomposed into what torch's tracers make of the attribute.
 
 Unlike `detach`, the attribute has a version counter of its own: a write through it raises no error in the backward of
 an operator that saved the tensor, which then computes with the written values."""
@@ -110,6 +100,22 @@ def follows_input(node: Node) -> bool:
     return moves_data(node) or op_name(node) in _SELECTS
 
 
+def dims_order(node: Node) -> list[int] | None:
+    """Returns, for a call that only reorders dimensions, the dimension of its input that each one of its result is;
+    None for any other call."""
+    if op_name(node) not in ("permute", "transpose", "swapaxes", "swapdims", "t", "mT"):
+        return None
+    count, arguments = node.meta["val"].dim(), arguments_of(node)
+    if op_name(node) == "permute":
+        return [dim % count for dim in arguments["dims"]]
+    order = list(range(count))
+    if count > 1:
+        swapped = [arguments[name] for name in ("dim0", "dim1", "axis0", "axis1") if name in arguments] or [-1, -2]
+        one, other = (dim % count for dim in swapped)
+        order[one], order[other] = other, one
+    return order
+
+
 def is_new(node: Node) -> bool:
     """True for a call that reads only the shape and dtype of its first argument: `zeros_like`, `new_ones`."""
     return op_name(node) in _NEW
@@ -176,81 +182,54 @@ aten = torch.ops.aten
 # are known to work, not all that look possible: many `out=` variants are generated ones that compute a new result and
 # copy it, and not every kernel that is elementwise by name reads each element before it writes it. The gradients of
 # softmax sum over a row before they write any of it, and then read each element where they write it, on CPU and CUDA.
-_UNARY = (
-    "neg", "gelu", "silu", "sigmoid", "tanh", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "erf",
-    "sin", "cos", "clamp", "clamp_min", "clamp_max", "hardtanh", "leaky_relu", "elu", "hardswish", "hardsigmoid",
-    "mish",
+_OVER_FIRST_BY_DEFAULT = (
+    "relu", "addcmul", "addcdiv", "neg", "gelu", "silu", "sigmoid", "tanh", "exp", "expm1", "log", "log1p", "sqrt",
+    "rsqrt", "reciprocal", "erf", "sin", "cos", "clamp", "clamp_min", "clamp_max", "hardtanh", "leaky_relu", "elu",
+    "hardswish", "hardsigmoid", "mish",
 )  # fmt: skip
 _BACKWARDS = (
     "threshold", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "leaky_relu", "elu", "softplus", "hardsigmoid",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class InplaceVariant:
-    """The variant of an operator that writes its result over an operand."""
-
-    target: Any
-    out: str = ""
-    """The name of the argument that takes the operand; empty where the operator writes over its first argument."""
-
-
 _OVER_FIRST: Mapping[Any, Any] = {
-    aten.relu.default: aten.relu_.default,
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.sub.Tensor: aten.sub_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.add.Scalar: aten.add_.Scalar,
-    aten.sub.Scalar: aten.sub_.Scalar,
-    aten.mul.Scalar: aten.mul_.Scalar,
-    aten.div.Scalar: aten.div_.Scalar,
     aten.pow.Tensor_Scalar: aten.pow_.Scalar,
-    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
-    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
-    aten.addcmul.default: aten.addcmul_.default,
-    aten.addcdiv.default: aten.addcdiv_.default,
-    **{getattr(aten, name).default: getattr(aten, f"{name}_").default for name in _UNARY},
-}
-
-_OVER_ANY: Mapping[Any, InplaceVariant] = {
-    aten.add.Tensor: InplaceVariant(aten.add.out, "out"),
-    aten.sub.Tensor: InplaceVariant(aten.sub.out, "out"),
-    aten.mul.Tensor: InplaceVariant(aten.mul.out, "out"),
-    aten.div.Tensor: InplaceVariant(aten.div.out, "out"),
-    aten.where.self: InplaceVariant(aten.where.self_out, "out"),
-    aten.maximum.default: InplaceVariant(aten.maximum.out, "out"),
-    aten.minimum.default: InplaceVariant(aten.minimum.out, "out"),
-    aten.addcmul.default: InplaceVariant(aten.addcmul.out, "out"),
-    aten.addcdiv.default: InplaceVariant(aten.addcdiv.out, "out"),
-    aten._softmax_backward_data.default: InplaceVariant(aten._softmax_backward_data.out, "grad_input"),
-    aten._log_softmax_backward_data.default: InplaceVariant(aten._log_softmax_backward_data.out, "out"),
     **{
-        (packet := getattr(aten, f"{name}_backward")).default: InplaceVariant(packet.grad_input, "grad_input")
-        for name in _BACKWARDS
+        getattr(getattr(aten, name), overload): getattr(getattr(aten, f"{name}_"), overload)
+        for name in ("add", "sub", "mul", "div", "masked_fill")
+        for overload in ("Tensor", "Scalar")
     },
+    **{getattr(aten, name).default: getattr(aten, f"{name}_").default for name in _OVER_FIRST_BY_DEFAULT},
+}
+
+_OVER_ANY: Mapping[Any, tuple[Any, str]] = {
+    **{
+        getattr(packet, overload): (packet.out, "out")
+        for packet, overload in (
+            *((packet, "Tensor") for packet in (aten.add, aten.sub, aten.mul, aten.div)),
+            *((packet, "default") for packet in (aten.maximum, aten.minimum, aten.addcmul, aten.addcdiv)),
+            (aten._log_softmax_backward_data, "default"),
+        )
+    },
+    aten.where.self: (aten.where.self_out, "out"),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
+    **{(packet := getattr(aten, f"{name}_backward")).default: (packet.grad_input, "grad_input") for name in _BACKWARDS},
 }
 
 
-def inplace_variants(target: Any) -> Iterator[InplaceVariant]:
-    """Yields the variants of an operator that write the result over an operand and are known to do so safely."""
+def inplace_variants(target: Any) -> Iterator[tuple[Any, str]]:
+    """Yields the variants of an operator that write the result over an operand and are known to do so safely: each with
+    the name of the argument that takes the operand, "" where it writes over its first argument."""
     if target in _OVER_FIRST:
-        yield InplaceVariant(_OVER_FIRST[target])
+        yield _OVER_FIRST[target], ""
     if target in _OVER_ANY:
         yield _OVER_ANY[target]
 
 
-def known_targets() -> tuple[Any, ...]:
-    """Returns every operator that `inplace_variants` knows."""
-    return tuple(dict.fromkeys((*_OVER_FIRST, *_OVER_ANY)))
-
-
-def out_of_place(target: Any) -> Any:
-    """Returns the operator of which `target`, yielded by `inplace_variants`, is the `out=` variant; None for others."""
-    return _OF_OUT.get(target)
-
-
-_OF_OUT: Mapping[Any, Any] = {variant.target: operator for operator, variant in _OVER_ANY.items()}
+WITH_INPLACE_VARIANT = {**_OVER_FIRST, **_OVER_ANY}.keys()
+"""Every operator that `inplace_variants` knows."""
+OF_OUT: Mapping[Any, Any] = {variant: operator for operator, (variant, _) in _OVER_ANY.items()}
+"""For each `out=` variant that `inplace_variants` yields, the operator that it is a variant of."""
 
 
 # CUDA's autocast lists, by name of operator, copied from torch 2.13, `torch/include/ATen/autocast_mode.h`, with which a

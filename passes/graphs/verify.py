@@ -16,15 +16,8 @@ from torch.fx.node import map_aggregate, map_arg
 from passes.compat import depends_on_data, free_unbacked_symbols, statically_known_true
 from passes.graphs.edit import propagating
 from passes.graphs.graph_text import format_dtype, format_value
-from passes.graphs.node_facts import (
-    OPERATOR_OVERLOAD,
-    argument_kind,
-    same_argument,
-    sources_of,
-    tensors,
-    value_kind,
-)
-from passes.graphs.op_kinds import out_of_place
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, argument_key, argument_kind, sources_of, tensors, value_kind
+from passes.graphs.op_kinds import OF_OUT
 
 _MISSING = object()
 _OUT_ARGUMENTS = ("out", "grad_input")
@@ -45,7 +38,7 @@ class VerifyError(ValueError):
         return type(self), (self.node, self.problem, self.mend)
 
 
-def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thorough: bool = True) -> None:
+def verify(graph_module: GraphModule, *, before: GraphModule | None = None) -> None:
     """Raises `VerifyError` unless the graph is well formed and the `meta["val"]` of every node is what its operator
     returns.
 
@@ -54,17 +47,12 @@ def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thor
 
     Args:
         graph_module: an ATen graph whose nodes carry fake tensors in `meta["val"]`; not modified.
-        before: the graph this one was made from, itself verified.
-        thorough: False checks only nodes that are new, changed or fed by a changed value, which needs `before`.
+        before: the graph this one was made from, itself verified: only nodes that are new, changed or fed by a changed
+            value are checked.
     """
     graph = graph_module.graph
     check_structure(graph)
-    if thorough:
-        suspects = list(graph.nodes)
-    elif before is None:
-        raise ValueError("verify(thorough=False) compares with the graph before the pass; give before=")
-    else:
-        suspects = changed_nodes(before.graph, graph)
+    suspects = list(graph.nodes) if before is None else changed_nodes(before.graph, graph)
     checked: set[Hashable] = set()
     with propagating(_fake_mode(graph)):
         for node in suspects:
@@ -76,10 +64,8 @@ def verify(graph_module: GraphModule, *, before: GraphModule | None = None, thor
 
 def _kind(node: Node) -> Hashable | None:
     """A key of an operator's call: its arguments, and the kinds of the values that it reads and stores. Of two calls
-    with equal keys only one has to be checked.
-
-    None where a result may depend on more: for calls of anything else, and for values that are not fake tensors.
-    """
+    with equal keys only one has to be checked. None where a result may depend on more: for calls of anything else, and
+    for values that are not fake tensors."""
     if not isinstance(node.target, OPERATOR_OVERLOAD) or any("val" not in source.meta for source in sources_of(node)):
         return None
     values = [source.meta["val"] for source in sources_of(node)]
@@ -149,8 +135,7 @@ def changed_nodes(before: Graph, after: Graph) -> list[Node]:
     """The nodes of `after` that have no namesake in `before`, or whose call, `meta["val"]` or arguments' `meta["val"]`
     differ from their namesake's.
 
-    Values are compared by identity: a copied node keeps its value, a pass that sets one sets a new one.
-    """
+    Values are compared by identity: a copied node keeps its value, a pass that sets one sets a new one."""
     old = {node.name: node for node in before.nodes}
 
     def same_value(node: Node) -> bool:
@@ -160,9 +145,8 @@ def changed_nodes(before: Graph, after: Graph) -> list[Node]:
         if not same_value(node) or not all(same_value(source) for source in node.all_input_nodes):
             return False
         was = old[node.name]
-        if was.target != node.target or not same_argument(was.args, node.args):
-            return False
-        return not (was.kwargs or node.kwargs) or same_argument(was.kwargs, node.kwargs)
+        same_call = was.target == node.target and argument_key(was.args) == argument_key(node.args)
+        return same_call and argument_key(was.kwargs) == argument_key(node.kwargs)
 
     return [node for node in after.nodes if not same(node)]
 
@@ -226,7 +210,7 @@ def _run(graph_module: GraphModule, node: Node) -> Any:
     try:
         return node.target(*args, **kwargs)
     except Exception as error:
-        plain = out_of_place(node.target)
+        plain = OF_OUT.get(node.target)
         if plain is None or not depends_on_data(error):
             raise
         # Torch 2.11 copies the result into `out`, and asks whether a size that depends on data is 1.

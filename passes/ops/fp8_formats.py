@@ -179,10 +179,8 @@ def _kernel(function: Callable[..., Tensor], device_type: str) -> Callable[..., 
 
 
 def _parts(x: Tensor, tile: str) -> Iterator[tuple[slice, slice]]:
-    """Yields slices of the rows that are widened at a time, each with the slice of their scales' rows.
-
-    On CUDA, where nothing is widened in memory, there is one slice of all rows.
-    """
+    """Yields slices of the rows that are widened at a time, each with the slice of their scales' rows. On CUDA, where
+    nothing is widened in memory, there is one slice of all rows."""
     step = TILES[tile].rows if tile else 1
     rows = x.shape[0] if x.device.type == "cuda" else PART_ELEMENTS // max(1, x.shape[1])
     rows = max(1, -(-rows // step)) * step
@@ -203,7 +201,8 @@ class Histories:
 
     def __init__(self) -> None:
         self.prefix = f"{next(_numbers)}/"
-        self._magnitudes: dict[str, Tensor] = {}
+        self.magnitudes: dict[str, Tensor] = {}
+        """The stored magnitudes by name. The names are the same for another copy of the model, in any process."""
         _by_prefix[self.prefix] = self
 
     def scale(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -214,24 +213,14 @@ class Histories:
         neither is the scale, and nothing is stored."""
         now = amax(x)
         finite = now.isfinite()
-        known = self._magnitudes.get(name)
+        known = self.magnitudes.get(name)
         if known is None:
             known = now.masked_fill(~finite, 0.0).repeat(LENGTH)
         known = known.to(x.device)
         stored = known.amax()
         largest = torch.where(finite & (stored > 0), stored, now)
-        self._magnitudes[name] = torch.cat([torch.where(finite, now, known[:1].squeeze(0))[None], known[:-1]])
+        self.magnitudes[name] = torch.cat([torch.where(finite, now, known[:1].squeeze(0))[None], known[:-1]])
         return scale_of(largest, dtype)
-
-    @property
-    def magnitudes(self) -> dict[str, Tensor]:
-        """A copy of the stored magnitudes: name of a tensor → fp32 tensor [16]. The names are the same for another copy
-        of the model, in any process."""
-        return dict(self._magnitudes)
-
-    @magnitudes.setter
-    def magnitudes(self, magnitudes: Mapping[str, Tensor]) -> None:
-        self._magnitudes = dict(magnitudes)
 
 
 _by_prefix: weakref.WeakValueDictionary[str, Histories] = weakref.WeakValueDictionary()
@@ -251,7 +240,7 @@ def histories_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Returns the largest magnitudes of the latest steps (see `Histories`) that are stored for a model and its
     submodules, by path of the module, then by name."""
     known = {path: _of_model[module] for path, module in model.named_modules() if module in _of_model}
-    return {path: histories.magnitudes for path, histories in known.items() if histories.magnitudes}
+    return {path: dict(histories.magnitudes) for path, histories in known.items() if histories.magnitudes}
 
 
 def load_histories(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -266,7 +255,7 @@ def load_histories(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) 
         )
     for path, module in modules.items():
         if path in state or module in _of_model:
-            histories_of(module).magnitudes = state.get(path, {})
+            histories_of(module).magnitudes = dict(state.get(path, {}))
 
 
 @torch.library.custom_op("memopt::fp8_delayed_scale", mutates_args=())

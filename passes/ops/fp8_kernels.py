@@ -195,10 +195,8 @@ def _trusted(
 
 
 def _example(device: torch.device, tile: str, dtype: torch.dtype, side: int) -> Operand:
-    """Returns the left operand, [256, 640], of a test product, or for `side` 1 the right one, [640, 384].
-
-    Their tiles differ widely in scale, and their dimensions in the number of tiles.
-    """
+    """Returns the left operand, [256, 640], of a test product, or for `side` 1 the right one, [640, 384]. Their tiles
+    differ widely in scale, and their dimensions in the number of tiles."""
     generator = torch.Generator().manual_seed(side)
     shape = (256, 640) if not side else (640, 384)
     spread = torch.randn(-(-shape[0] // 32), -(-shape[1] // 32), generator=generator).mul_(2).exp_()
@@ -222,8 +220,7 @@ def scaled_matmul(
     """Returns `(a · a_scale) @ (b · b_scale) + bias`, [m, n], in `dtype`.
 
     `a` is [m, k] in 8 bits, or [k, m] with `turn_a`; `b` is [k, n], or [n, k] with `turn_b`; `bias` is [n]. The scales
-    are those that `quantize` returns for the matrices as given: one number, or one for each tile.
-    """
+    are those that `quantize` returns for the matrices as given: one number, or one for each tile."""
     left, right = Operand.of(a, a_scale, turn_a), Operand.of(b, b_scale, turn_b)
     kernel = kernel_for(left, right, dtype)
     if kernel is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from passes.compat import define_operator
 from passes.ops.fp8_formats import (
     E4M3,
     E5M2,
@@ -61,51 +62,23 @@ weights from the present ones. `"block"`: one for each 128 values, or 128 by 128
 MXFP8, a power of two for each 32 values; gradients are e4m3 too, since tiles so small need no wider range."""
 
 
-@torch.library.custom_op("memopt::fp8_quantize", mutates_args=())
-def fp8_quantize(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
-    """Returns `x`, [rows, columns], in the 8-bit `dtype`, and its scales (see `passes.ops.fp8_formats.quantize`)."""
-    return quantize(x, dtype, tile)
+# Pure operators that run these functions; from the shape of a scale follows the tile that each of its elements scales.
+fp8_quantize = torch.library.custom_op("memopt::fp8_quantize", quantize, mutates_args=())
+fp8_quantize_by = torch.library.custom_op("memopt::fp8_quantize_by", quantize_by, mutates_args=())
+fp8_dequantize = torch.library.custom_op("memopt::fp8_dequantize", dequantize, mutates_args=())
+fp8_matmul = torch.library.custom_op("memopt::fp8_matmul", scaled_matmul, mutates_args=())
 
 
 @fp8_quantize.register_fake
 def _(x: Tensor, dtype: torch.dtype, tile: str = WHOLE) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape
     scale_dtype = TILES[tile].scale_dtype if tile else torch.float32
-    scale = torch.empty(scale_shape(rows, columns, tile), dtype=scale_dtype, device=x.device)
-    return torch.empty((rows, columns), dtype=dtype, device=x.device), scale
-
-
-@torch.library.custom_op("memopt::fp8_quantize_by", mutates_args=())
-def fp8_quantize_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `x`, [rows, columns], in the 8-bit `dtype`, divided by `scale`, one number."""
-    return quantize_by(x, scale, dtype)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(scale_shape(x.shape[0], x.shape[1], tile), dtype=scale_dtype)
 
 
 @fp8_quantize_by.register_fake
-def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-@torch.library.custom_op("memopt::fp8_dequantize", mutates_args=())
-def fp8_dequantize(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the quantised matrix `narrow`, [rows, columns], multiplied with its scales, in `dtype`. From the shape of
-    `scale` follows the tile that each of its elements scales (`tile_of`)."""
-    return dequantize(narrow, scale, dtype)
-
-
 @fp8_dequantize.register_fake
-def _(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(narrow.shape, dtype=dtype, device=narrow.device)
-
-
-@torch.library.custom_op("memopt::fp8_matmul", mutates_args=())
-def fp8_matmul(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Returns `a @ b + bias` in `dtype` for quantised matrices and their scales; `turn_a` and `turn_b` transpose the
-    matrices first (see `scaled_matmul`)."""
-    return scaled_matmul(a, a_scale, b, b_scale, bias, turn_a, turn_b, dtype)
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 @fp8_matmul.register_fake
@@ -113,7 +86,7 @@ def _(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, turn_a: bool, turn_b: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    return torch.empty((a.shape[1 if turn_a else 0], b.shape[0 if turn_b else 1]), dtype=dtype, device=a.device)
+    return a.new_empty((a.shape[1 if turn_a else 0], b.shape[0 if turn_b else 1]), dtype=dtype)
 
 
 @register_flop_formula(torch.ops.memopt.fp8_matmul)
@@ -173,10 +146,8 @@ def _both(x: Tensor, dtype: torch.dtype, tiles: tuple[str, str], wanted: tuple[b
 
 
 def _narrow_gradient(gradient: Tensor, by: Fp8Scaling, history: str, wanted: tuple[bool, bool]) -> list[_Quantized]:
-    """Returns the gradient quantised by tiles along its columns and along its rows, as `_both` does.
-
-    With a `history`, which delayed scaling has, both are the same copy, by one scale.
-    """
+    """Returns the gradient quantised by tiles along its columns and along its rows, as `_both` does. With a `history`,
+    which delayed scaling has, both are the same copy, by one scale."""
     if not history:
         return _both(gradient, by.gradients, (by.values, turned(by.values)), wanted)
     if not any(wanted):
@@ -185,15 +156,6 @@ def _narrow_gradient(gradient: Tensor, by: Fp8Scaling, history: str, wanted: tup
     return [(fp8_quantize_by(gradient, scale, by.gradients), scale)] * 2
 
 
-torch.library.define(
-    "memopt::fp8_linear",
-    "(Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None, *, str scaling='current', str history='', "
-    "bool turned=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-@torch.library.impl("memopt::fp8_linear", "CompositeImplicitAutograd")
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, scaling: str = "current",
     history: str = "", turned: bool = False,
@@ -204,7 +166,11 @@ def _linear(
     return result.view(*x.shape[:-1], weight.shape[1 if turned else 0])
 
 
-FP8_LINEAR: Any = torch.ops.memopt.fp8_linear.default
+FP8_LINEAR: Any = define_operator(
+    "fp8_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None, *, str scaling='current', "
+    "str history='', bool turned=False) -> Tensor",
+    _linear,
+)
 """`linear(x, weight, bias)`, [..., in] · [out, in] (`turned`: [in, out]), from 8-bit copies of `x` and `weight`, in the
 dtype of `x`; the gradients are from those copies and an 8-bit one of the incoming gradient. `scaling` is one of
 `SCALINGS`; with delayed scaling `scale` is that of `x`, and `history` the name under which the gradient's magnitudes

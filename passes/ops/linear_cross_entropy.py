@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, LossOptions, gradient_dtype
+from passes.compat import define_operator
+from passes.ops.chunked import ChunkedCrossEntropy, LossOptions, gradient_dtype
 
 
 def _with_gradients(
@@ -15,11 +16,8 @@ def _with_gradients(
     ignore_index: int, label_smoothing: float, scale: float, softcap: float, rows: int, needs_hidden: bool,
     needs_weight: bool, needs_bias: bool, later: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns loss, divisor and the gradients of hidden, weight and bias (see `chunked_cross_entropy._Result`).
-
-    Gradients that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the
-    backward.
-    """
+    """Returns loss, divisor and the gradients of hidden, weight and bias (see `passes.ops.chunked._Result`). Gradients
+    that are not needed are empty, and so are those of weight and bias if they are computed `later`, in the backward."""
     how = LossOptions(reduction, ignore_index, label_smoothing, scale, softcap, rows)
     chunks = ChunkedCrossEntropy(hidden, weight, bias, target, class_weight, how)
     found = chunks.run(hidden=needs_hidden, weight=needs_weight and not later, bias=needs_bias and not later)
@@ -31,8 +29,8 @@ def _with_gradients(
     return found.loss, found.divisor, of_hidden, of_weight, of_bias
 
 
-with_gradients = torch.library.custom_op("memopt::linear_cross_entropy_with_gradients", mutates_args=())(
-    _with_gradients
+with_gradients = torch.library.custom_op(
+    "memopt::linear_cross_entropy_with_gradients", _with_gradients, mutates_args=()
 )
 
 
@@ -69,8 +67,8 @@ def _weight_gradient(
     return of_weight, of_bias
 
 
-weight_gradient = torch.library.custom_op("memopt::linear_cross_entropy_weight_gradient", mutates_args=())(
-    _weight_gradient
+weight_gradient = torch.library.custom_op(
+    "memopt::linear_cross_entropy_weight_gradient", _weight_gradient, mutates_args=()
 )
 
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
@@ -126,16 +124,7 @@ def _backward(ctx: Any, of_loss: Tensor | None, *of_gradients: Tensor | None) ->
 
 with_gradients.register_autograd(_backward, setup_context=_keep)
 
-torch.library.define(
-    "memopt::linear_cross_entropy",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, *, str reduction='mean', "
-    "int ignore_index=-100, float label_smoothing=0., float scale=1., float softcap=0., int rows=0, "
-    "bool weight_in_backward=False) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
-
-@torch.library.impl("memopt::linear_cross_entropy", "CompositeImplicitAutograd")
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None = None, *,
     reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, scale: float = 1.0,
@@ -150,7 +139,12 @@ def _linear_cross_entropy(
     return loss
 
 
-LINEAR_CROSS_ENTROPY: Any = torch.ops.memopt.linear_cross_entropy.default
+LINEAR_CROSS_ENTROPY: Any = define_operator(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight=None, *, "
+    "str reduction='mean', int ignore_index=-100, float label_smoothing=0., float scale=1., float softcap=0., "
+    "int rows=0, bool weight_in_backward=False) -> Tensor",
+    _linear_cross_entropy,
+)
 """Cross entropy of `linear(hidden, weight, bias)` and targets, computed without holding the logits.
 
 `hidden` is [rows, width], `weight` [classes, width], the targets [rows]. Returns a scalar in fp32 (fp64 for fp64). The

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from passes.ops.chunked_linear import ChunkedLinear, chunk_rows
+from passes.compat import define_operator
+from passes.ops.chunked import ChunkedLinear, chunk_rows
 from passes.ops.linear_cross_entropy import IMPLEMENTATIONS as OF_LOSSES
 
 _MORE_VALUES = 2
@@ -28,22 +29,6 @@ _GLOBALS = {"aten": torch.ops.aten, "torch": torch, "device": torch.device, "inf
 
 _OPERANDS = "Tensor[] hidden, Tensor[] weight, Tensor[] bias, Tensor[] rows, Tensor[] whole"
 _OPTIONS = "int[] biased, str program, int chunk"
-torch.library.define(
-    "memopt::linear_rows", f"({_OPERANDS}, {_OPTIONS}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
-)
-torch.library.define(
-    "memopt::linear_rows_backward",
-    f"(Tensor?[] gradients, {_OPERANDS}, {_OPTIONS}, *, bool[] needs) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-LINEAR_ROWS: Any = torch.ops.memopt.linear_rows.default
-"""The results of a program, each [rows, ...].
-
-`hidden` has for each layer its input, [rows, width], and `weight` its weight, [classes, width], which is used in the
-dtype of its input. `bias` has the biases, [classes], of the layers whose numbers are in `biased`. `rows` are values
-with an entry for each row, [rows, ...], `whole` those that are the same for all. `chunk` is the number of rows in a
-chunk; 0: half of `chunk_rows`."""
-_BACKWARD: Any = torch.ops.memopt.linear_rows_backward.default
 
 
 @lru_cache(maxsize=256)
@@ -87,9 +72,7 @@ def _backward(
     rows: list[Tensor], whole: list[Tensor], biased: list[int], program: str, chunk: int, *, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of the operands that need one, by `needs`, which has an entry for each, in their order.
-
-    What is summed over the rows is summed in fp32 (fp64 for fp64).
-    """
+    What is summed over the rows is summed in fp32 (fp64 for fp64)."""
     groups = (hidden, False), (weight, True), (bias, True), (rows, False), (whole, True)
     remaining = iter(needs)
     made = [[_zeros(one, summed) if next(remaining) else None for one in group] for group, summed in groups]
@@ -146,11 +129,6 @@ def _differentiate(
             target += gradient
 
 
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {**OF_LOSSES, LINEAR_ROWS: _forward, _BACKWARD: _backward}
-"""By operator of this folder that computes in chunks, the Python function that it runs, which allocates as the operator
-does, on tensors of any device."""
-
-
 def _fake(
     hidden: list[Tensor], weight: list[Tensor], bias: list[Tensor], rows: list[Tensor], whole: list[Tensor],
     biased: list[int], program: str, chunk: int,
@@ -161,12 +139,26 @@ def _fake(
     return [result.new_empty((hidden[0].shape[0], *result.shape[1:])) for result in results]
 
 
-def _fake_backward(
-    gradients: list[Tensor | None], hidden: list[Tensor], weight: list[Tensor], bias: list[Tensor],
-    rows: list[Tensor], whole: list[Tensor], biased: list[int], program: str, chunk: int, *, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    pairs = zip([*hidden, *weight, *bias, *rows, *whole], needs, strict=True)
-    return [one.new_empty(one.shape) for one, needed in pairs if needed]
+def _fake_backward(gradients: list[Tensor | None], *given: Any, needs: list[bool]) -> list[Tensor]:
+    operands = itertools.chain(*given[:5])
+    return [one.new_empty(one.shape) for one, needed in zip(operands, needs, strict=True) if needed]
+
+
+LINEAR_ROWS: Any = define_operator(f"linear_rows({_OPERANDS}, {_OPTIONS}) -> Tensor[]", _forward, _fake)
+"""The results of a program, each [rows, ...].
+
+`hidden` has for each layer its input, [rows, width], and `weight` its weight, [classes, width], which is used in the
+dtype of its input. `bias` has the biases, [classes], of the layers whose numbers are in `biased`. `rows` are values
+with an entry for each row, [rows, ...], `whole` those that are the same for all. `chunk` is the number of rows in a
+chunk; 0: half of `chunk_rows`."""
+_BACKWARD: Any = define_operator(
+    f"linear_rows_backward(Tensor?[] gradients, {_OPERANDS}, {_OPTIONS}, *, bool[] needs) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {**OF_LOSSES, LINEAR_ROWS: _forward, _BACKWARD: _backward}
+"""By operator of this folder that computes in chunks, the Python function that it runs, which allocates as the operator
+does, on tensors of any device."""
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -195,10 +187,6 @@ def _of_operands(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
     )
 
 
-for _name, _run, _made in (("linear_rows", _forward, _fake), ("linear_rows_backward", _backward, _fake_backward)):
-    # Autograd's keys stay on within operators of this kind, which the backward needs.
-    torch.library.impl(f"memopt::{_name}", "CompositeExplicitAutograd")(_run)
-    torch.library.register_fake(f"memopt::{_name}", _made)
 torch.library.register_autograd("memopt::linear_rows", _of_operands, setup_context=_keep)
 
 

@@ -13,11 +13,12 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from passes.compat import define_operator
 
 # A free block is leased for a value of at least this share of its size, so that other shapes can reuse it.
 _LEAST_USED = 0.8
@@ -54,11 +55,8 @@ class _Block:
 
 
 class _HostMemory:
-    """A pool of blocks.
-
-    A lease ends when the last tensor in the block is freed: in the backward that fetches it, or with an autograd graph
-    whose backward never ran.
-    """
+    """A pool of blocks. A lease ends when the last tensor in the block is freed: in the backward that fetches it, or
+    with an autograd graph whose backward never ran."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.pinned = pinned
@@ -153,11 +151,15 @@ def _streams(device: torch.device) -> tuple[Any, Any]:
     return stream(device), stream(device)
 
 
-def _copy_out(value: Tensor) -> Tensor:
+def _leased(value: Tensor, device_type: str) -> tuple[Tensor, Tensor, _Block]:
+    """Returns leased memory for a copy of a value, the value's elements in the order of their memory, and the block."""
     span = _span(value)
-    leased, block = host_memory(value.device.type).lease(span * value.element_size())
-    flat = leased.view(value.dtype)
-    source = value.as_strided((span,), (1,), value.storage_offset())
+    leased, block = host_memory(device_type).lease(span * value.element_size())
+    return leased.view(value.dtype), value.as_strided((span,), (1,), value.storage_offset()), block
+
+
+def _copy_out(value: Tensor) -> Tensor:
+    flat, source, block = _leased(value, value.device.type)
     if value.device.type == "cuda":
         out, _ = _streams(value.device)
         out.wait_stream(torch.cuda.current_stream(value.device))
@@ -175,10 +177,8 @@ def lend(value: Tensor, device: torch.device) -> Tensor:
     """Returns a copy of a value in host memory, which may stay there for many steps.
 
     `bring` and `COPY_BACK` copy it to `device`."""
-    span = _span(value)
-    leased, _ = host_memory(device.type).lease(span * value.element_size())
-    flat = leased.view(value.dtype)
-    flat.copy_(value.as_strided((span,), (1,), value.storage_offset()))
+    flat, source, _ = _leased(value, device.type)
+    flat.copy_(source)
     return flat.as_strided(value.shape, value.stride())
 
 
@@ -224,12 +224,8 @@ def _await_back(value: Tensor, host: Tensor) -> Tensor:
     return torch.ops.aten.alias.default(value)
 
 
-def _fake_copy_out(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-
-
-def _fake_copy_back(host: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+def _fake_copy(value: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
 def _fake_await(first: Tensor, _: Tensor) -> Tensor:
@@ -243,22 +239,13 @@ def _span(value: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
-def _operator(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-    """Defines an operator of the namespace `memopt`, and returns it."""
-    name = schema.partition("(")[0]
-    torch.library.define(f"memopt::{name}", schema.removeprefix(name), tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"memopt::{name}", "CompositeExplicitAutograd", kernel)
-    torch.library.register_fake(f"memopt::{name}", fake)
-    return getattr(torch.ops.memopt, name).default
-
-
-COPY_OUT: Any = _operator("copy_out(Tensor value) -> Tensor", _copy_out, _fake_copy_out)
+COPY_OUT: Any = define_operator("copy_out(Tensor value) -> Tensor", _copy_out, _fake_copy)
 """Starts to copy a value to the host's memory; the result lies there and is laid out as the value is."""
-AWAIT_OUT: Any = _operator("await_out(Tensor(a) host, Tensor value) -> Tensor(a)", _await_out, _fake_await)
+AWAIT_OUT: Any = define_operator("await_out(Tensor(a) host, Tensor value) -> Tensor(a)", _await_out, _fake_await)
 """Compute waits until the copy out is done; the value may be freed after this call. Returns `host`."""
-COPY_BACK: Any = _operator("copy_back(Tensor host, Device device) -> Tensor", _copy_back, _fake_copy_back)
+COPY_BACK: Any = define_operator("copy_back(Tensor host, Device device) -> Tensor", _copy_back, _fake_copy)
 """Starts to copy a value back into new memory, which nothing may read yet."""
-AWAIT_BACK: Any = _operator("await_back(Tensor(a) value, Tensor host) -> Tensor(a)", _await_back, _fake_await)
+AWAIT_BACK: Any = define_operator("await_back(Tensor(a) value, Tensor host) -> Tensor(a)", _await_back, _fake_await)
 """Compute waits until the copy back is done. Returns `value`, which can be read from here on."""
 
 TRANSFERS = frozenset({COPY_OUT, AWAIT_OUT, COPY_BACK, AWAIT_BACK})

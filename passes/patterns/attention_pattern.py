@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from passes.compat import statically_known_true
 from passes.graphs.node_facts import same_sizes
-from passes.graphs.op_kinds import is_cast, op_name
+from passes.graphs.op_kinds import dims_order, is_cast, op_name
 from passes.patterns.mask_rows import MASKS_BELOW, MaskRows
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
@@ -85,10 +85,8 @@ def walk_up_scores(node: Node, reader: Node) -> tuple[Node, list[ScoreStep]]:
 
 
 def _added(node: Node) -> tuple[Node, list[ScoreStep]]:
-    """As `walk_up_scores`, for a sum of scores and a mask in either order.
-
-    Raises `NoMatch` if neither operand comes from Q Kᵀ.
-    """
+    """As `walk_up_scores`, for a sum of scores and a mask in either order. Raises `NoMatch` if neither operand comes
+    from Q Kᵀ."""
     mismatch = NoMatch(f"{node.name} does not add a tensor to the attention scores")
     for scores, mask in (node.args[1::-1], node.args[:2]):
         if not (isinstance(scores, Node) and isinstance(mask, Node)):
@@ -135,8 +133,7 @@ def softmaxes(graph: Graph) -> Iterator[Node]:
 def match_attention(softmax: Node, rows: MaskRows) -> AttentionMatch:
     """Returns the attention that a softmax is part of. `rows` tells whether masks leave a score in every row.
 
-    Raises `NoMatch`, with the reason, where `scaled_dot_product_attention` would compute something else.
-    """
+    Raises `NoMatch`, with the reason, where `scaled_dot_product_attention` would compute something else."""
     dim: Any = softmax.args[1]
     dims = softmax.meta["val"].dim()
     if dim % dims != dims - 1:
@@ -195,12 +192,9 @@ def _downwards(node: Node) -> Node:
 
 def _unturned(key: Node) -> Node | None:
     """Returns the matrix that `key` is the transpose of, or None if it is no transpose."""
-    dims = key.meta["val"].dim()
-    swapped = {int(str(dim)) % dims for dim in key.args[1:3]} if op_name(key) == "transpose" else set()
-    if swapped == {dims - 2, dims - 1}:
-        source: Any = key.args[0]
-        return source
-    return None
+    order, dims = dims_order(key), key.meta["val"].dim()
+    source: Any = key.args[0] if order and order[-2:] == [dims - 1, dims - 2] and op_name(key) == "transpose" else None
+    return source
 
 
 def _check(match: AttentionMatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.compat import in_own_thread
-from passes.graphs.node_facts import arguments_of
+from passes.graphs.node_facts import arguments_of, named_dims
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 
 Polynomial: TypeAlias = Mapping[tuple[int, int], float]
@@ -61,12 +61,10 @@ class Reader:
         if name in ("add", "sub", "rsub"):
             one, other = (self(argument) for argument in arguments[:2])
             alpha = self(node.kwargs.get("alpha", 1) if len(arguments) < 3 else arguments[2])
-            sign: Polynomial = {(0, 0): 1.0 if name == "add" else -1.0}
             if name == "rsub":
-                one, other = other, _product(one, alpha, node)
-            else:
-                other = _product(other, alpha, node)
-            other = _product(other, sign, node)
+                one, other = other, one
+            sign: Polynomial = {(0, 0): 1.0 if name == "add" else -1.0}
+            other = _product(_product(other, alpha, node), sign, node)
             return _cleaned({powers: one.get(powers, 0.0) + other.get(powers, 0.0) for powers in {**one, **other}})
         if name == "mul":
             return _product(self(arguments[0]), self(arguments[1]), node)
@@ -205,8 +203,7 @@ def _square_root(node: Any) -> Any:
 
 
 def _dims(value: Node, dims: Any) -> tuple[int, ...]:
-    count = value.meta["val"].dim()
-    return tuple(sorted(dim % count for dim in (dims if isinstance(dims, (list, tuple)) else [dims])))
+    return tuple(sorted(named_dims(dims, value.meta["val"].dim())))
 
 
 def power_of(node: Node) -> float | None:

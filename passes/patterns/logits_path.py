@@ -8,7 +8,8 @@ from torch.fx import Node
 
 from passes.compat import overload_name, statically_known_true
 from passes.graphs.edit import new_call
-from passes.graphs.op_kinds import is_cast, op_name
+from passes.graphs.node_facts import arguments_of, named_dims
+from passes.graphs.op_kinds import dims_order, is_cast, op_name
 from passes.rewrite_pattern import NoMatch
 
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten"})
@@ -21,16 +22,18 @@ class LogitsStep:
 
     node: Node
     class_dim: int
-    moves_rows: bool = False
-    """Whether the rewrite makes this call on the linear layer's input instead."""
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether the call moves, picks or copies rows, so that the rewrite makes it on the linear layer's input."""
+        moved = row_move(self.node, self.class_dim)
+        return moved is not None and not takes_all(self.node, self.class_dim)
 
 
 @dataclass(frozen=True)
 class _Formula:
-    """The function of the logits `x` that the loss is given: `softcap * tanh(scale * (x + bias))`.
-
-    It is `scale * (x + bias)` where `softcap` is 0. If `normalised`, a log_softmax follows.
-    """
+    """The function of the logits `x` that the loss is given: `softcap * tanh(scale * (x + bias))`. It is `scale * (x +
+    bias)` where `softcap` is 0. If `normalised`, a log_softmax follows."""
 
     scale: float = 1.0
     softcap: float = 0.0
@@ -38,10 +41,8 @@ class _Formula:
     normalised: bool = False
 
     def above(self, node: Node) -> "_Formula":
-        """Returns the formula of the call `node` followed by this formula.
-
-        Raises `NoMatch` if `memopt::linear_cross_entropy` cannot compute that.
-        """
+        """Returns the formula of the call `node` followed by this formula. Raises `NoMatch` if
+        `memopt::linear_cross_entropy` cannot compute that."""
         name = op_name(node).removesuffix("_")
         factor = _factor(node)
         if name == "log_softmax":
@@ -54,8 +55,8 @@ class _Formula:
             raise NoMatch(f"a bias is added to the logits after {node.name}")
         if factor is not None:
             return replace(self, scale=self.scale * factor)
-        if name == "add":
-            return replace(self, bias=_bias(node))
+        if name == "add" and (terms := _sum(node)) is not None:
+            return replace(self, bias=terms[1])
         if self.softcap:
             raise NoMatch("the logits go through tanh twice")
         return replace(self, scale=1.0, softcap=self.scale)
@@ -67,8 +68,8 @@ class Path:
 
     nodes: tuple[LogitsStep, ...]
     """In order: the first is the linear layer, the last is the loss's input."""
-    returned: tuple[Node, ...]
-    """The nodes among them, or their detached values, that the graph returns."""
+    returned: bool
+    """Whether the graph returns one of them, or its detached value."""
     formula: _Formula
 
     @property
@@ -84,45 +85,41 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
     Raises `NoMatch` where a call splits the classes or picks among them, where the calls together are no formula that
     `memopt::linear_cross_entropy` has, or where something else reads a value of the path."""
     steps: list[LogitsStep] = []
-    returned: list[Node] = []
-    formula = _Formula()
+    returned, formula = False, _Formula()
     while True:
-        returned += _returned(value, reader)
-        source, source_dim, moves = _source(value, class_dim)
-        steps.append(LogitsStep(value, class_dim, moves))
-        if source is None:
-            return Path(tuple(reversed(steps)), tuple(returned), formula)
+        returned |= _is_returned(value, reader)
+        steps.append(LogitsStep(value, class_dim))
+        above = _source(value, class_dim)
+        if above is None:
+            return Path(tuple(reversed(steps)), returned, formula)
         formula = formula.above(value)
-        reader, value, class_dim = value, source, source_dim
+        reader, (value, class_dim) = value, above
 
 
-def _source(node: Node, class_dim: int) -> tuple[Node | None, int, bool]:
-    """Returns the input of a step, the dimension of the classes in it, and whether the step moves rows.
-
-    The input is None where the call is no step. Raises `NoMatch` for one that splits or picks classes.
-    """
+def _source(node: Node, class_dim: int) -> tuple[Node, int] | None:
+    """Returns the input of a step, and the dimension of the classes in it; None where the call is no step. Raises
+    `NoMatch` for one that splits or picks classes."""
     name = op_name(node).removesuffix("_")
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, Node):
-        return None, class_dim, False
+        return None
     if name == "add":
-        return _added_to(node), class_dim, False
-    if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
-        return source, class_dim, False
+        terms = _sum(node)
+        return None if terms is None else (terms[0], class_dim)
     if name == "log_softmax":
         dim: Any = node.args[1]
         if dim % node.meta["val"].dim() != class_dim:
             raise NoMatch("the log_softmax is not over the classes")
-        return source, class_dim, False
-    moved = row_move(node, class_dim)
-    return (None, class_dim, False) if moved is None else (*moved, not takes_all(node, class_dim))
+        return source, class_dim
+    if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
+        return source, class_dim
+    return row_move(node, class_dim)
 
 
 def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
     """Returns the input of a call that moves, picks or copies rows of classes, and the dimension of the classes there.
 
-    None for another call. Raises `NoMatch` for one that splits the classes, or picks among them.
-    """
+    None for another call. Raises `NoMatch` for one that splits the classes, or picks among them."""
     name, source = op_name(node), node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
@@ -134,13 +131,9 @@ def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
         raise NoMatch(f"{node.name} splits the classes")
     if name in ("slice", "select", "index_select"):
         return _picked(node, class_dim)
-    if name == "transpose":
-        dims: Any = node.args[1:3]
-        first, second = (number % after.dim() for number in dims)
-        return source, {first: second, second: first}.get(class_dim, class_dim)
-    if name == "permute":
-        order: Any = node.args[1]
-        return source, order[class_dim] % after.dim()
+    order = dims_order(node) if name in ("transpose", "permute") else None
+    if order is not None:
+        return source, order[class_dim]
     if name == "index":
         indices: Any = node.args[1]
         if class_dim != after.dim() - 1 or None in indices or _indexed(indices) >= before.dim():
@@ -156,15 +149,10 @@ def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
 
 def keeps_order(step: LogitsStep) -> bool:
     """Whether a call that moves rows keeps all of them in order, as views and moves of the class dimension do."""
-    name, node = op_name(step.node), step.node
-    if name not in ("transpose", "permute"):
-        return name in _VIEWS or name == "unsqueeze"
-    dims: Any = node.args[1:3] if name == "transpose" else node.args[1]
-    order = list(dims)
-    if name == "transpose":
-        order = list(range(node.meta["val"].dim()))
-        order[dims[0]], order[dims[1]] = order[dims[1]], order[dims[0]]
-    rows = [dim % len(order) for at, dim in enumerate(order) if at != step.class_dim]
+    order = dims_order(step.node)
+    if order is None:
+        return op_name(step.node) in _VIEWS | {"unsqueeze"}
+    rows = [dim for at, dim in enumerate(order) if at != step.class_dim]
     return rows == sorted(rows)
 
 
@@ -190,15 +178,18 @@ def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node
     return source if dims == 2 else new_call(like, torch.ops.aten.reshape.default, source, [-1, width])
 
 
-def replace_class_size(reader: Node, value: torch.Tensor, class_dim: int) -> bool:
-    """Replaces the call `reader`, which reads a size of the tensor `value`, by that size, if it is of the dimension
-    `class_dim`. Returns whether it has done so; False: nothing has changed."""
-    dim: Any = reader.args[1]
-    if dim % value.dim() != class_dim:
-        return False
-    reader.replace_all_uses_with(value.shape[class_dim])  # type: ignore[arg-type]
-    reader.graph.erase_node(reader)
-    return True
+def other_size_readers(node: Node, class_dim: int) -> list[Node]:
+    """Replaces the calls that read the size of a value in the dimension `class_dim` by that size, and returns the calls
+    that read its other sizes."""
+    value, others = node.meta["val"], list[Node]()
+    for reader in [user for user in node.users if op_name(user) == "sym_size"]:
+        dim: Any = reader.args[1]
+        if dim % value.dim() == class_dim:
+            reader.replace_all_uses_with(value.shape[class_dim])
+            reader.graph.erase_node(reader)
+        else:
+            others.append(reader)
+    return others
 
 
 def _indexed(indices: Any) -> int:
@@ -223,8 +214,7 @@ def _picked(node: Node, class_dim: int) -> tuple[Node, int]:
 def _selected(node: Node) -> int:
     """The dimension that a `slice`, `select` or `index_select` picks from."""
     source: Any = node.args[0]
-    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    dim: int = given % source.meta["val"].dim()
+    (dim,) = named_dims(arguments_of(node)["dim"], source.meta["val"].dim())
     return dim
 
 
@@ -245,20 +235,13 @@ def _factor(node: Node) -> float | None:
     return value if name == "mul" else 1.0 / value if value else None
 
 
-def _added_to(node: Node) -> Node | None:
-    """The logits in a sum of logits and a bias; None for any other call."""
+def _sum(node: Node) -> tuple[Node, Node] | None:
+    """Returns logits and bias, for a call that adds them; None for any other call."""
     one, other = (argument if isinstance(argument, Node) else None for argument in node.args[:2])
     if one is None or other is None or node.kwargs:
         return None
     logits, bias = (one, other) if one.meta["val"].dim() >= other.meta["val"].dim() else (other, one)
-    return logits if bias.meta["val"].dim() == 1 and logits.meta["val"].dim() > 1 else None
-
-
-def _bias(node: Node) -> Node:
-    logits = _added_to(node)
-    (bias,) = (argument for argument in node.args[:2] if argument is not logits)
-    assert isinstance(bias, Node)
-    return bias
+    return (logits, bias) if bias.meta["val"].dim() == 1 and logits.meta["val"].dim() > 1 else None
 
 
 def _is_float_cast(node: Node) -> bool:
@@ -269,15 +252,13 @@ def _is_float_cast(node: Node) -> bool:
     return before.is_floating_point() and after.is_floating_point() and before.device == after.device
 
 
-def _returned(node: Node, reader: Node) -> list[Node]:
-    """Returns the values of the path that the graph returns. Raises `NoMatch` for one that anything else reads."""
-    found = []
+def _is_returned(node: Node, reader: Node) -> bool:
+    """Returns whether the graph returns a value of the path. Raises `NoMatch` for one that anything else reads."""
+    returned = False
     for user in node.users:
         detached = op_name(user) in ("detach", "alias") and all(item.op == "output" for item in user.users)
-        if user.op == "output":
-            found.append(node)
-        elif detached and user is not reader:
-            found.append(user)
+        if user.op == "output" or (detached and user is not reader):
+            returned = True
         elif user is not reader and op_name(user) != "sym_size":
             raise NoMatch(f"{node.name} is read by {user.name} as well")
-    return found
+    return returned

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from passes.compat import schema_of, statically_known_true
 from passes.graphs.edit import erase_unread, new_call
-from passes.graphs.node_facts import arguments_of, is_pure, same_argument, same_sizes
+from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_sizes
 from passes.graphs.op_kinds import broadcasts, is_cast, mutated_arguments, op_name
 from passes.patterns.row_region import REDUCTIONS
 from passes.rewrite_pattern import NoMatch, check_unwritten
@@ -46,10 +46,9 @@ def ends_of_loops(graph: Graph) -> list[Node]:
     """Returns the calls, `stack` or `cat`, that may join the results of a loop over rows of logits."""
     found = []
     for node in graph.nodes:
-        given: Any = node.args[0] if op_name(node) in ("stack", "cat") else ()
-        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+        given: Any = node.args[0] if op_name(node) in ("stack", "cat") and arguments_of(node)["dim"] == 0 else ()
         alike = len(given) > 1 and all(isinstance(one, Node) and one.target is given[0].target for one in given)
-        if dim == 0 and alike and _reads_classes(given[0], depth=8):
+        if alike and _reads_classes(given[0], depth=8):
             found.append(node)
     return found
 
@@ -61,10 +60,8 @@ def _reads_classes(node: Node, depth: int) -> bool:
 
 
 class _Loop:
-    """A loop, unrolled in the graph, that ends in the call `end`, which joins the results of its turns.
-
-    A turn computes one sample (`samples`, joined by `stack`) or a part of some rows (joined by `cat`).
-    """
+    """A loop, unrolled in the graph, that ends in the call `end`, which joins the results of its turns. A turn computes
+    one sample (`samples`, joined by `stack`) or a part of some rows (joined by `cat`)."""
 
     def __init__(self, end: Node, samples: bool) -> None:
         self.end, self.samples = end, samples
@@ -101,10 +98,7 @@ class _Loop:
             return source if _covers(nodes, source) else None
         if first.target is not operator.getitem or len(source.meta["val"]) != len(nodes):
             return None
-        along = source.kwargs.get("dim", source.args[2] if len(source.args) > 2 else 0)
-        if op_name(source) == "unbind":
-            along = source.kwargs.get("dim", source.args[1] if len(source.args) > 1 else 0)
-        fits = op_name(source) in (("unbind",) if self.samples else _SPLITS) and along == 0
+        fits = op_name(source) in (("unbind",) if self.samples else _SPLITS) and arguments_of(source)["dim"] == 0
         ordered = [node.args[1] for node in nodes] == list(range(len(nodes)))
         over: Any = source.args[0]
         return over if fits and ordered else None
@@ -148,7 +142,7 @@ class _Loop:
         if all(isinstance(other, Node) and isinstance(other.meta.get("val"), torch.Tensor) for other in given):
             same = all(other is one for other in given) and one.meta["val"].dim() == 0
             return one if same else self.rolled(tuple(given)) or _DIFFERENT
-        if not all(same_argument(one, other) for other in given) or isinstance(one, Node):
+        if len({argument_key(other) for other in given}) > 1 or isinstance(one, Node):
             return _DIFFERENT
         if name != "dim":
             return one

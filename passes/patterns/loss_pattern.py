@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes.graphs.node_facts import arguments_of, same_sizes
-from passes.graphs.op_kinds import is_cast, op_name
+from passes.graphs.op_kinds import dims_order, is_cast, op_name
 from passes.patterns.logits_path import Path, walk_up
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
@@ -47,15 +47,6 @@ def find_picked(loss: Node) -> _Picked | None:
     return _Picked(node, source, target, op_name(loss), negative) if target is not None else None
 
 
-def check_readers(picked: _Picked, loss: Node) -> None:
-    """Raises `NoMatch` where anything but `loss` reads the picked log probabilities."""
-    node: Any = loss.args[0]
-    while node is not picked.log_probabilities:
-        if len(node.users) > 1:
-            raise NoMatch(f"{node.name} is read by {', '.join(user.name for user in node.users)}, not the loss alone")
-        node = node.args[0]
-
-
 def _gathered(pick: Node, source: Node) -> Node | None:
     """Returns the index of a `gather(source, -1, index)` that picks one element of each row, or None."""
     index: Any = pick.args[2]
@@ -80,7 +71,8 @@ def picked_by_index(pick: Node) -> Node | None:
 
 
 TOKEN_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
-_REDUCTIONS = {1: "mean", 2: "sum"}
+FINISHES = {1: "mean", 2: "sum"}
+"""By the number that torch gives to a loss's `reduction`; 0 is none."""
 _NONE = torch.iinfo(torch.int64).min
 """An `ignore_index` that no target has."""
 
@@ -140,7 +132,7 @@ def match_loss(loss: Node) -> LossMatch:
     value, target, reduction, ignore_index = (given[name] for name in ("self", "target", "reduction", "ignore_index"))
     if target.meta["val"].is_floating_point():
         raise NoMatch("the targets are probabilities, not classes")
-    if reduction not in _REDUCTIONS:
+    if reduction not in FINISHES:
         raise NoMatch("the loss function returns a loss for each target (reduction='none')")
     if not isinstance(ignore_index, int):
         raise NoMatch("ignore_index is a symbol")
@@ -148,7 +140,7 @@ def match_loss(loss: Node) -> LossMatch:
     path = walk_up(value, class_dim, loss)
     linear = match_linear(path.top)
     smoothing = float(given.get("label_smoothing", 0.0))
-    match = LossMatch(loss, linear, path, target, given["weight"], _REDUCTIONS[reduction], ignore_index, smoothing)
+    match = LossMatch(loss, linear, path, target, given["weight"], FINISHES[reduction], ignore_index, smoothing)
     if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
         raise NoMatch("the input of nll_loss is not from log_softmax")
     return _checked(match)
@@ -156,8 +148,12 @@ def match_loss(loss: Node) -> LossMatch:
 
 def _match_picked(loss: Node, picked: _Picked) -> LossMatch:
     """Returns the match of a written-out cross entropy. It has no ignored target, and fails for an invalid one."""
-    check_readers(picked, loss)
     value = picked.log_probabilities
+    node: Any = loss.args[0]
+    while node is not value:
+        if len(node.users) > 1:
+            raise NoMatch(f"{node.name} is read by {', '.join(user.name for user in node.users)}, not the loss alone")
+        node = node.args[0]
     path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)
     linear = match_linear(path.top)
     negated, from_end = not picked.negative, op_name(picked.pick) == "index"
@@ -199,8 +195,7 @@ def match_linear(node: Node) -> Linear:
 def _turned(weight: Node) -> Node | None:
     """Returns the matrix that a node is the transpose of, or None."""
     name = op_name(weight)
-    dims: Any = weight.args[1] if name == "permute" else weight.args[1:]
-    turns = name in ("t", "numpy_T") or (name in ("transpose", "permute") and {dim % 2 for dim in dims} == {0, 1})
+    turns = name == "numpy_T" or (name in ("t", "transpose", "permute") and dims_order(weight) == [1, 0])
     source: Any = weight.args[0] if turns else None
     return source
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from passes.compat import in_own_thread
-from passes.graphs.node_facts import is_pure
+from passes.graphs.node_facts import ancestors, is_pure
 from passes.graphs.op_kinds import is_cast, is_view, op_name
 
 MASKS_BELOW = -1e4
@@ -90,21 +90,12 @@ class MaskRows:
 
     def _constant(self, node: Node) -> _Rows | None:
         """Returns the facts on a node that depends on no input, from its value computed on the CPU; None for others."""
-        order = _ancestors(node)
-        return None if order is None else in_own_thread(_evaluate, self.module, order)
-
-
-def _ancestors(node: Node) -> list[Node] | None:
-    """Returns a node and all nodes that it depends on, in order; None if one is an input, random or impure."""
-    found, pending = {node}, [node]
-    while pending:
-        node = pending.pop()
-        if node.op == "placeholder" or not is_pure(node):
-            return None
-        fresh = [source for source in node.all_input_nodes if source not in found]
-        found.update(fresh)
-        pending += fresh
-    return sorted(found)
+        found: list[Node] = []
+        for source in ancestors([node]):
+            if source.op == "placeholder" or not is_pure(source):
+                return None
+            found.append(source)
+        return in_own_thread(_evaluate, self.module, sorted(found))
 
 
 def _evaluate(module: GraphModule, order: list[Node]) -> _Rows | None:

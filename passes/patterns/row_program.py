@@ -13,10 +13,10 @@ import torch
 from torch.fx import Node
 
 from passes.compat import overload_name, statically_known_true
-from passes.graphs.node_facts import argument_key, arguments_of, is_pure, same_sizes
+from passes.graphs.node_facts import ancestors, argument_key, arguments_of, is_pure, same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.patterns.logits_path import LogitsStep, keeps_order, row_move, takes_all
-from passes.patterns.loss_pattern import TOKEN_LOSSES, picked_by_index
+from passes.patterns.loss_pattern import FINISHES, TOKEN_LOSSES, picked_by_index
 from passes.patterns.row_region import CLASS_LOSSES, REDUCTIONS, SAME, RowRegion, reduced
 from passes.rewrite_pattern import NoMatch, check_unwritten
 
@@ -62,6 +62,7 @@ class RowProgram:
     results: list[RowResult] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
+    """By the expression of each line, the name of its value."""
     names: dict[Any, str] = field(default_factory=dict)
     """By operand, or by value of the region and calls that move its rows, its name in the program."""
 
@@ -70,7 +71,7 @@ class RowProgram:
         """The program as text, in which each value is deleted after its last use."""
         parameters = [f"{kind}{at}" for kind, of in self._operands() for at in range(len(of))]
         body, kept = [f"return [{', '.join(self.returned)}]"], set(self.returned)
-        for name, expression in reversed(self.lines.items()):
+        for expression, name in reversed(self.lines.items()):
             used = set(re.findall(r"\b[a]\d+\b", expression)) - kept
             kept |= used
             body += [f"del {', '.join(sorted(used))}"] if used else []
@@ -80,7 +81,7 @@ class RowProgram:
     def learned(self) -> frozenset[str]:
         """Returns the names in the program of all values that get gradients from its results, operands among them."""
         by_name: dict[str, frozenset[str]] = {}
-        for name, expression in self.lines.items():
+        for expression, name in self.lines.items():
             stops = expression.startswith(_STOPS)
             read = frozenset() if stops else frozenset(re.findall(r"\b[xrwa]\d+\b", expression))
             by_name[name] = read.union(*(by_name.get(one, read) for one in read))
@@ -98,10 +99,7 @@ class RowProgram:
         self.returned.append(self._line(expression))
 
     def _line(self, expression: str) -> str:
-        known = next((name for name, other in self.lines.items() if other == expression), None)
-        name = known or f"a{len(self.lines)}"
-        self.lines[name] = expression
-        return name
+        return self.lines.setdefault(expression, f"a{len(self.lines)}")
 
     def _operand(self, kind: str, operand: RowOperand) -> str:
         layout = None if operand.like is None else str(tuple(operand.like.meta["val"].shape))
@@ -126,7 +124,7 @@ class RowProgram:
         if node in self.region.layers:
             return self._operand("x", RowOperand(node, steps, node, dim))
         if row_move(node, dim) is not None:
-            return self._value(first, steps if takes_all(node, dim) else (LogitsStep(node, dim, True), *steps))
+            return self._value(first, steps if takes_all(node, dim) else (LogitsStep(node, dim), *steps))
         if name in SAME - {"detach"}:
             return self._value(first, steps)
         values = [self._argument(argument, node, steps) for argument in node.args]
@@ -160,9 +158,7 @@ class RowProgram:
 
     def _reduced(self, node: Node, class_dim: int, steps: tuple[LogitsStep, ...]) -> str | None:
         """Returns the name of a value [rows, 1] for a result that other values of the region read, such as a maximum.
-
-        None for any other node.
-        """
+        None for any other node."""
         inner: Any = node.args[0] if op_name(node) == "unsqueeze" else node
         value = self.region.results.get(inner)
         by_row = op_name(inner) in ("gather", "select") or (op_name(inner) in REDUCTIONS and len(reduced(inner)) == 1)
@@ -182,7 +178,7 @@ class RowProgram:
         low = value.meta["val"].dtype.itemsize < 4
         if name in CLASS_LOSSES:
             one, other = (self._argument(given.pop(key), value, ()) for key in ("self", "target"))
-            finish = _FINISHES[given.pop("reduction")]
+            finish = FINISHES[given.pop("reduction")]
             options = "".join(f", {key}={option!r}" for key, option in given.items())
             by_class = self._line(f"aten.{name}.default({one}, {other}, reduction=0{options})")
             wide = ", dtype=torch.float32" if low else ""
@@ -213,7 +209,7 @@ class RowProgram:
     def _token_loss(self, value: Node, name: str, given: dict[str, Any]) -> tuple[str, str]:
         x, target = self._argument(given["self"], value, ()), given["target"]
         soft = target.meta["val"].is_floating_point()
-        finish = _FINISHES.get(given["reduction"], "")
+        finish = FINISHES.get(given["reduction"], "")
         if finish and given["self"].meta["val"].dtype.itemsize < 4:
             x = self._line(f"aten.to.dtype({x}, torch.float32)")
         targets = self._argument(target, value, ()) if soft else self._operand("r", RowOperand(target))
@@ -227,7 +223,6 @@ class RowProgram:
 
 
 _STOPS = ("aten.detach.", "aten.argmax.", "aten.argmin.")
-_FINISHES = {1: "mean", 2: "sum"}
 _PLACES = frozenset({"memory_format", "device", "layout", "pin_memory"})
 
 
@@ -273,13 +268,11 @@ def place_of(program: RowProgram) -> Node:
 def late_operands(program: RowProgram) -> list[Node]:
     """Returns the nodes that a program needs and that come after `place_of(program)`, in the graph's order."""
     place, inside = place_of(program), program.region.inside
-    pending, late = [node for node, _ in _reads(program)], set[Node]()
-    while pending:
-        node = pending.pop()
-        if node not in late and node not in inside and not node < place:
-            late.add(node)
-            pending += node.all_input_nodes
-    return sorted(late)
+
+    def is_late(node: Node) -> bool:
+        return node not in inside and not node < place
+
+    return sorted(filter(is_late, ancestors((node for node, _ in _reads(program)), is_late)))
 
 
 def _reads(program: RowProgram) -> Iterator[tuple[Node, Node]]:
@@ -302,15 +295,8 @@ def _depends(alone: RowProgram, program: RowProgram) -> bool:
     no earlier than the first of `program`."""
     first = place_of(program)
     before = {node for node in program.region.results if not node < first}
-    pending, seen = [operand.node for operand in (*alone.rows, *alone.whole)], set[Node]()
-    while pending:
-        node = pending.pop()
-        if node in before:
-            return True
-        if node not in seen and first < node:
-            seen.add(node)
-            pending += node.all_input_nodes
-    return False
+    behind = ancestors((operand.node for operand in (*alone.rows, *alone.whole)), lambda node: first < node)
+    return not before.isdisjoint(behind)
 
 
 def _check_place(program: RowProgram) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from passes.graphs.aliases import storages
+from passes.graphs.aliases import storages, storages_of
 from passes.graphs.node_facts import arguments_of, is_random, named_dims, same_sizes
 from passes.graphs.op_kinds import broadcasts, is_cast, mutated_arguments, op_name
-from passes.patterns.logits_path import LogitsStep, row_move, takes_all
+from passes.patterns.logits_path import LogitsStep, row_move
 from passes.patterns.loss_pattern import TOKEN_LOSSES, Linear, match_linear, picked_by_index
 from passes.rewrite_pattern import NoMatch
 
@@ -45,8 +45,8 @@ class RowRegion:
         move rows of its logits, in order."""
         steps: tuple[LogitsStep, ...] = ()
         while node not in self.layers:
-            moves = row_move(node, self.inside[node]) is not None and not takes_all(node, self.inside[node])
-            steps = (LogitsStep(node, self.inside[node], True), *steps) if moves else steps
+            step = LogitsStep(node, self.inside[node])
+            steps = (step, *steps) if step.moves_rows else steps
             node = next(source for source in node.all_input_nodes if source in self.inside)
         return node, steps
 
@@ -59,8 +59,7 @@ def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
     """Yields the calls of `log_softmax` and `logsumexp` from which a loss may be computed, if their input is logits.
 
     Left out are calls in `taken`, which belong to a loss that was matched already, and those that torch's cross entropy
-    or `nll_loss` reads.
-    """
+    or `nll_loss` reads."""
     for node in graph.nodes:
         of_a_loss = any(op_name(user) in TOKEN_LOSSES for user in node.users)
         if op_name(node) in ("log_softmax", "logsumexp") and node not in taken and not of_a_loss:
@@ -71,8 +70,7 @@ def row_region_of(seed: Node) -> RowRegion:
     """Returns the `RowRegion` around `seed`, a call such as `log_softmax` of logits.
 
     Raises `NoLayer` if the classes are not the outputs of a linear layer. Raises `NoMatch` if anything else reads one
-    of the values with classes, or if one is written over and read later through an alias.
-    """
+    of the values with classes, or if one is written over and read later through an alias."""
     value: Any = seed.args[0]
     last = value.meta["val"].dim() - 1
     class_dim = min(1, last) if op_name(seed) in TOKEN_LOSSES else last
@@ -88,9 +86,7 @@ def row_region_of(seed: Node) -> RowRegion:
 
 def _layer_above(value: Node, class_dim: int) -> tuple[Node, int]:
     """Returns the linear layer that a value with classes is computed from, and the dimension of the classes there.
-
-    Raises `NoLayer` if there is none.
-    """
+    Raises `NoLayer` if there is none."""
     while op_name(value) not in LAYERS:
         above = next(_with_classes(value, class_dim), None)
         if above is None:
@@ -146,11 +142,8 @@ def _grow(region: RowRegion, node: Node, class_dim: int) -> None:
 
 
 def _absorb(region: RowRegion) -> None:
-    """Adds other values with classes that the region reads.
-
-    A value comes with all that is computed from its linear layer, if that can be added. Else it comes alone, if nothing
-    but the region reads it.
-    """
+    """Adds other values with classes that the region reads. A value comes with all that is computed from its linear
+    layer, if that can be added. Else it comes alone, if nothing but the region reads it."""
     pending = [*region.inside, *region.results]
     while pending:
         node = pending.pop()
@@ -252,8 +245,7 @@ def reduced(node: Node) -> tuple[int, ...]:
 def _check_writes(region: RowRegion) -> None:
     """Raises `NoMatch` where a value that is written over is read through an alias afterwards."""
     for node in region.inside:
-        written = mutated_arguments(node)
-        held = frozenset().union(*map(storages, written)) if written else frozenset()
+        held = storages_of(mutated_arguments(node))
         for other in region.inside:
             if other < node and held & storages(other) and any(user > node for user in other.users):
                 raise NoMatch(f"{node.name} writes to logits that are read later through an alias")

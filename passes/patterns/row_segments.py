@@ -20,8 +20,7 @@ from passes.compat import size_seen, statically_known_true
 from passes.graphs.aliases import storages
 from passes.graphs.node_facts import OPERATOR_OVERLOAD, arguments_of, may_write, tensors
 from passes.graphs.op_kinds import mutated_arguments, op_name
-from passes.patterns.row_places import RowsPlace, shape_of
-from passes.patterns.row_wise import ATTENTION, Operands, row_operands, row_result
+from passes.patterns.row_wise import ATTENTION, Operands, RowsPlace, row_operands, row_result, shape_of
 
 _MOST_MEMBERS = 200
 _LEAST_SHARE = 4
@@ -144,16 +143,16 @@ class _Finder:
 
     def can_split(self, operands: Operands, rows: Any) -> bool:
         """Returns whether operands can be split into tiles of `rows` rows where they have rows."""
-        return all(place is None or self._can_split(source, place, rows) for source, place in operands)
-
-    def _can_split(self, source: Node, place: RowsPlace, rows: Any) -> bool:
-        value = source.meta.get("val")
-        return (
-            isinstance(value, torch.Tensor)
-            and statically_known_true(place.outer == 1)
-            and statically_known_true(value.shape[place.dim] == rows * place.inner)
-            and not self.is_written(source)
-        )
+        for source, place in operands:
+            value = source.meta.get("val")
+            if place is not None and not (
+                isinstance(value, torch.Tensor)
+                and statically_known_true(place.outer == 1)
+                and statically_known_true(value.shape[place.dim] == rows * place.inner)
+                and not self.is_written(source)
+            ):
+                return False
+        return True
 
     def _starts(self, call: Node) -> Iterator[tuple[Node, RowsPlace]]:
         """Yields the dimensions of a call's operands, but for those of parameters, that may have the rows."""
@@ -183,11 +182,9 @@ class _Growth:
         """Per root, and per input in `finder.trained`: the number of its readers that are no members, or not yet."""
 
     def preference(self) -> tuple[int, bool, int]:
-        """Returns a key that is larger for the better of two segments.
-
-        It compares the bytes inside less those at the edges; then whether the rows are a multiple of the tiles, as a
-        copy is least likely then; then the number of rows, if that is a symbol.
-        """
+        """Returns a key that is larger for the better of two segments. It compares the bytes inside less those at the
+        edges; then whether the rows are a multiple of the tiles, as a copy is least likely then; then the number of
+        rows, if that is a symbol."""
         segment = self.segment()
         even = isinstance(self.rows, int) and not self.rows % self.finder.tiles
         rows = 0 if isinstance(self.rows, int) else size_seen(self.rows) or 0

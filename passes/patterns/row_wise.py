@@ -1,5 +1,5 @@
 """How operators treat the rows of a dimension: which of them compute each row of their result from the same row of
-their operands, so that they may run on a part of the rows at a time.
+their operands, so that they may run on a part of the rows at a time; and where the rows lie (`RowsPlace`).
 
 An operator that is not known here mixes rows. So does one that draws random numbers or writes to an operand, and an
 embedding: the derivative for some rows is as large as the table.
@@ -7,7 +7,8 @@ embedding: the derivative for some rows is as large as the table.
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -15,11 +16,63 @@ from torch.fx import Node
 
 from passes.compat import statically_known_true
 from passes.graphs.node_facts import arguments_of, is_pure, named_dims, same_sizes, tensors
-from passes.graphs.op_kinds import broadcasts, op_name
-from passes.patterns.row_places import RESHAPES, RowsPlace, aligned_place, moved_place, shape_of
+from passes.graphs.op_kinds import broadcasts, dims_order, op_name
 
 aten = torch.ops.aten
 ATTENTION = "scaled_dot_product_attention"
+RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
+
+
+@dataclass(frozen=True, eq=False)
+class RowsPlace:
+    """Where a tensor has its rows: in the dimension `dim`, whose size is `outer` · rows · `inner`, since a view may
+    have merged dimensions on either side into it. The sizes may be symbols."""
+
+    dim: int
+    outer: Any = 1
+    inner: Any = 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowsPlace) and same_sizes(
+            (self.dim, self.outer, self.inner), (other.dim, other.outer, other.inner)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.dim)
+
+
+def shape_of(node: Any) -> tuple[Any, ...]:
+    """Returns the shape of a node's `meta["val"]`, or of the first tensor in it."""
+    return tuple(next(tensors(node.meta["val"])).shape)
+
+
+def moved_place(before: tuple[Any, ...], after: tuple[Any, ...], place: RowsPlace) -> RowsPlace | None:
+    """Returns the place of the rows once a tensor of shape `before` is viewed as `after`; None where the view splits
+    the rows, or where that is not known for all values of symbols."""
+    rows = _quotient(before[place.dim], place.outer * place.inner)
+    outer, inner = prod(before[: place.dim]) * place.outer, place.inner * prod(before[place.dim + 1 :])
+    for dim, size in enumerate(after):
+        left, right = _quotient(outer, prod(after[:dim])), _quotient(inner, prod(after[dim + 1 :]))
+        if None not in (rows, left, right) and statically_known_true(size == left * rows * right):
+            return RowsPlace(dim, left, right)
+    return None
+
+
+def _quotient(size: Any, by: Any) -> Any:
+    """Returns a size divided by another one; None where a remainder may be left."""
+    if isinstance(by, int) and not by:
+        return None
+    quotient = size // by
+    return quotient if statically_known_true(quotient * by == size) else None
+
+
+def aligned_place(node: Node, source: Node, place: RowsPlace) -> RowsPlace | None:
+    """Returns the place of the rows in `source`, an operand that is broadcast to the result of `node`. `place` is where
+    the result has the rows. None where the operand lacks that dimension or has size 1 in it: one row for all."""
+    shape = shape_of(source)
+    dim = place.dim - (len(shape_of(node)) - len(shape))
+    return None if dim < 0 or statically_known_true(shape[dim] == 1) else replace(place, dim=dim)
+
 
 Operands: TypeAlias = tuple[tuple[Node, RowsPlace | None], ...]
 """The operands of a call, each with the place of the rows in it; None for one that every row reads as a whole."""
@@ -106,8 +159,13 @@ def _einsum(node: Node, place: RowsPlace) -> Operands | None:
     )
 
 
-def _linear(node: Node, place: RowsPlace) -> Operands | None:
-    return _sources(node, place) if place.dim < len(shape_of(node)) - 1 else None
+def _all_but(last: int) -> Callable[[Node, RowsPlace], Operands | None]:
+    """Returns the rule of operators that mix the `last` dimensions only."""
+
+    def rule(node: Node, place: RowsPlace) -> Operands | None:
+        return _sources(node, place) if place.dim < len(shape_of(node)) - last else None
+
+    return rule
 
 
 def _norm(node: Node, place: RowsPlace) -> Operands | None:
@@ -161,16 +219,8 @@ def _slice(node: Node, place: RowsPlace) -> Operands | None:
 
 
 def _permutation(node: Node, place: RowsPlace) -> Operands | None:
-    count, arguments = len(shape_of(node)), arguments_of(node)
-    order: list[Any] = list(range(count))
-    if op_name(node) == "permute":
-        order = [dim % count for dim in arguments["dims"]]
-    else:
-        dims = [arguments[name] for name in ("dim0", "dim1", "axis0", "axis1") if name in arguments] or [-1, -2]
-        if count > 1:
-            one, other = (dim % count for dim in dims)
-            order[one], order[other] = other, one
-    return _sources(node, replace(place, dim=order[place.dim]))
+    order = dims_order(node)
+    return None if order is None else _sources(node, replace(place, dim=order[place.dim]))
 
 
 def _reshape(node: Node, place: RowsPlace) -> Operands | None:
@@ -198,10 +248,6 @@ def _pad(node: Node, place: RowsPlace) -> Operands | None:
     from_end = 2 * (len(shape_of(node)) - 1 - place.dim)
     constant = arguments_of(node).get("mode", "constant") == "constant"
     return _sources(node, place) if constant and not any(pads[from_end : from_end + 2]) else None
-
-
-def _triangle(node: Node, place: RowsPlace) -> Operands | None:
-    return _sources(node, place) if place.dim < len(shape_of(node)) - 2 else None
 
 
 def _gather(node: Node, place: RowsPlace) -> Operands | None:
@@ -237,7 +283,7 @@ _ELEMENTWISE = frozenset(
 _RULES: Mapping[str, Callable[[Node, RowsPlace], Operands | None]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), _product_of_matrices),
     "einsum": _einsum,
-    "linear": _linear,
+    "linear": _all_but(1),
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
     "group_norm": _samples,
     **dict.fromkeys(
@@ -259,7 +305,7 @@ _RULES: Mapping[str, Callable[[Node, RowsPlace], Operands | None]] = {
     "expand": _expand,
     **dict.fromkeys(("cat", "concat", "stack"), _joined),
     **dict.fromkeys(("constant_pad_nd", "pad"), _pad),
-    **dict.fromkeys(("tril", "triu"), _triangle),
+    **dict.fromkeys(("tril", "triu"), _all_but(2)),
     **dict.fromkeys(("gather", "scatter"), _gather),
     ATTENTION: _attention,
 }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from memopt.device.hardware import LARGE
 from memopt.device.op_call import OpCall, describe
 from memopt.device.workspace import estimate_workspace, op_dry_run
-from passes.ops.chunked_linear import chunk_rows
+from passes.ops.chunked import chunk_rows
 from passes.ops.linear_cross_entropy import weight_gradient, with_gradients
 
 BLOCK, MB = 512, 1024**2

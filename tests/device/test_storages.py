@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule
 
 from memopt.device.storages import find_storages, is_view, storage_bytes
 from memopt.errors import CaptureError
-from passes import CANONICAL, FoundReuse
+from passes import CANONICAL
 from passes.graphs.aliases import storages as fake_storages
 from passes.graphs.edit import on_stored_values, refresh
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero
@@ -159,7 +159,7 @@ def test_a_result_over_an_operand_is_in_its_memory() -> None:
     x = sketch.input("x", 4, 6)
     mm = sketch.call(aten.mm.default, x, sketch.call(aten.t.default, x))
     mul = sketch.call(aten.mul.Tensor, sketch.call(aten.view.default, mm, [16]), 2.0)
-    found = find_storages(sketch.returns(mul).graph, reuses=[FoundReuse("mul", "view")])
+    found = find_storages(sketch.returns(mul).graph, reuses=[("mul", "view")])
     assert found.of[mul] == found.of[mm]
     assert not found.made_by(mul)
     assert len(found.blocks) == 2

@@ -21,7 +21,7 @@ from memopt.price.node_prices import is_scheduled
 from memopt.price.price import price
 from memopt.price.priced_graph import GraphUse, NodePrice, PricedGraph
 from memopt.solver import RematProblem, Schedule, simulate
-from passes import FoundReuse, format_graph
+from passes import format_graph
 from passes.graphs.node_facts import is_tangent
 from tests.passes.capture import Captured, Sketch, aten, dynamic_mlp, gpt2, resnet, rows_above_zero, run
 
@@ -75,7 +75,7 @@ def test_halves_equal_the_joint_graph(model: Callable[[], Captured], seed: int |
         assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
 
 
-def live_bytes(graph: fx.Graph, boundary: int, reuses: tuple[FoundReuse, ...]) -> list[int]:
+def live_bytes(graph: fx.Graph, boundary: int, reuses: tuple[tuple[str, str], ...]) -> list[int]:
     """Bytes that are live at each evaluation of a scheduled graph, from its last reads; the tangents from `boundary`
     on."""
     found = find_storages(graph, reuses=reuses)

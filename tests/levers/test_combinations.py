@@ -11,10 +11,14 @@ from torch import nn, optim
 from memopt.account.account import account_of
 from memopt.device import hardware
 from memopt.levers import OPTIMIZER_LEVERS, levers_named
-from memopt.levers.bf16_parameters import BF16_PARAMETERS
-from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
-from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
-from memopt.levers.optimizer_levers import PricedLevers, combinations_of, least_with_levers
+from memopt.levers.optimizer_levers import (
+    BF16_PARAMETERS,
+    LOW_BIT_OPTIMIZER,
+    OPTIMIZER_IN_BACKWARD,
+    PricedLevers,
+    combinations_of,
+    least_with_levers,
+)
 from memopt.levers.training_price import TrainingFacts
 
 H100 = hardware("h100")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from memopt.capture.operators import OperatorGraph
-from memopt.levers.fused_attention import fuse_attention
+from memopt.levers.fused_ops import fuse_attention
 from tests.passes.capture import Sketch, aten
 
 

@@ -8,8 +8,7 @@ from memopt.capture.operators import Decision, OperatorGraph, Rewriting
 from memopt.device import hardware
 from memopt.levers import lever_sets, levers_named
 from memopt.levers.chunked_loss import _ChunkLosses
-from memopt.levers.fused_attention import fuse_attention
-from memopt.levers.fused_ops import fuse_ops
+from memopt.levers.fused_ops import fuse_attention, fuse_ops
 from passes import Pipeline
 
 

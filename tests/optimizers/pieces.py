@@ -13,11 +13,14 @@ from torch import Tensor, nn, optim
 from examples.models.families import integers, library
 from memopt.device.devices import hardware
 from memopt.levers import Lever
-from memopt.levers.bf16_parameters import BF16_PARAMETERS
-from memopt.levers.low_bit_optimizer import LOW_BIT_OPTIMIZER
-from memopt.levers.offload_optimizer import OFFLOAD_OPTIMIZER
-from memopt.levers.optimizer_in_backward import OPTIMIZER_IN_BACKWARD
-from memopt.levers.optimizer_levers import PricedLevers, apply_levers
+from memopt.levers.optimizer_levers import (
+    BF16_PARAMETERS,
+    LOW_BIT_OPTIMIZER,
+    OFFLOAD_OPTIMIZER,
+    OPTIMIZER_IN_BACKWARD,
+    PricedLevers,
+    apply_levers,
+)
 from memopt.levers.training_price import TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
 from tests.train.pieces import GPT2

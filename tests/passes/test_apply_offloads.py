@@ -7,7 +7,6 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 from passes import (
-    ApplyOffloads,
     ApplySchedule,
     FreeFirst,
     HostStay,
@@ -32,7 +31,7 @@ from tests.passes.test_apply_schedule import ONCE, layer, plain_schedule
 
 
 def offloaded(*stays: HostStay, evaluations: str = " ".join(ONCE), boundary: int = 4) -> GraphModule:
-    return ApplyOffloads(tuple(evaluations.split()), boundary, 2, stays)(layer())
+    return ApplySchedule(tuple(evaluations.split()), boundary, 2, stays)(layer())
 
 
 def test_golden() -> None:
@@ -81,10 +80,10 @@ def test_other_passes_leave_what_is_copied_alone() -> None:
     total = sketch.call(aten.sum.default, neg)
     module = sketch.returns(total, sketch.call(aten.mul.Tensor, sin, total))
     evaluations = ("sin", "neg", "sum_1", "mul")
-    free = ApplyOffloads(evaluations, 3, 1, ())(module)
-    assert [str(reuse) for reuse in find_reuses(free)] == ["mul: over sin"]
-    moved = ApplyOffloads(evaluations, 3, 1, (HostStay("sin", 0, 2, 3, 3),))(module)
-    assert [str(reuse) for reuse in find_reuses(moved)] == ["mul: over sin_back"]
+    free = ApplySchedule(evaluations, 3, 1, ())(module)
+    assert find_reuses(free) == (("mul", "sin"),)
+    moved = ApplySchedule(evaluations, 3, 1, (HostStay("sin", 0, 2, 3, 3),))(module)
+    assert find_reuses(moved) == (("mul", "sin_back"),)
     after = FreeFirst()(Reinplace()(moved))
     assert [node.name for node in after.graph.nodes][:-2] == [node.name for node in moved.graph.nodes][:-2]
     assert_bitwise_equal(with_inputs(module), module, after)
@@ -134,7 +133,7 @@ def random_stays(state: random.Random, module: GraphModule, plain: ApplySchedule
 def test_any_stays_give_equal_numbers(model: Callable[[], Captured], seed: int) -> None:
     module, plain, _ = plain_schedule(model())
     stays = random_stays(random.Random(seed), module, plain)
-    after = ApplyOffloads(plain.evaluations, plain.boundary, plain.forward_outputs, stays)(module)
+    after = ApplySchedule(plain.evaluations, plain.boundary, plain.forward_outputs, stays)(module)
     assert sum("copy_out" in str(node.target) for node in after.graph.nodes) == len(stays)
     assert_bitwise_equal(model(), module, after)
 
@@ -147,5 +146,5 @@ def test_refusals() -> None:
 
 
 def test_repr() -> None:
-    schedule = ApplyOffloads(("relu", "mm", "relu"), 2, 1, (HostStay("relu", 0, 1, 1, 2),))
-    assert repr(schedule) == "ApplyOffloads(3 evaluations, 1 of them recomputations, 1 offloads)"
+    schedule = ApplySchedule(("relu", "mm", "relu"), 2, 1, (HostStay("relu", 0, 1, 1, 2),))
+    assert repr(schedule) == "ApplySchedule(3 evaluations, 1 of them recomputations, 1 offloads)"

@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from examples.models.families import BY_NAME
 from passes import ChunkLoss, PassError, diff_graphs, find_losses, format_graph
-from passes.ops.chunked_cross_entropy import ChunkedCrossEntropy, LossOptions
+from passes.ops.chunked import ChunkedCrossEntropy, LossOptions
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators

@@ -96,8 +96,8 @@ def live_bytes(graph_module: GraphModule, *, reinplaced: bool = False) -> dict[s
     found, nodes = find_storages(graph), {node.name: node for node in graph.nodes}
     place = {node: number for number, node in enumerate(node for node in graph.nodes if is_scheduled(node))}
     block = list(range(len(found.blocks)))
-    for reuse in find_reuses(graph_module) if reinplaced else ():
-        block[found.of[nodes[reuse.name]][0]] = block[found.of[nodes[reuse.operand]][0]]
+    for call, operand in find_reuses(graph_module) if reinplaced else ():
+        block[found.of[nodes[call]][0]] = block[found.of[nodes[operand]][0]]
     held: dict[int, list[int]] = {}
     for node, number in place.items():
         for index in (*found.read_by(node), *found.made_by(node)):

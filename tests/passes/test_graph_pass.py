@@ -1,5 +1,6 @@
 import dataclasses
 import gc
+from itertools import pairwise
 
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_the_check_before_the_pass_refuses_a_graph_without_metadata() -> None:
 def test_passes_are_values() -> None:
     assert repr(ReluTwice(size=3)) == "ReluTwice(dtype=None, size=3, misplace=False, drop_output=False)"
     assert ReluTwice(size=3) == ReluTwice(size=3)
-    assert Pipeline([ReluTwice()], observer=print) == Pipeline((ReluTwice(),))
+    assert Pipeline([ReluTwice()]) == Pipeline((ReluTwice(),))
     with pytest.raises(dataclasses.FrozenInstanceError):
         ReluTwice().size = 4  # type: ignore[misc]
 
@@ -201,23 +202,17 @@ def test_a_pipeline_holds_passes_only() -> None:
         Pipeline([EliminateDeadCode])  # type: ignore[list-item]
 
 
-def test_the_observer_sees_every_pass_of_nested_pipelines() -> None:
-    outer: list[str] = []
-    inner: list[str] = []
-    nested = Pipeline([EliminateDeadCode()], observer=lambda module, before, after: inner.append(module.name))
-    pipeline = Pipeline(
-        [ReluTwice(), nested],
-        observer=lambda module, before, after: outer.append(f"{module.name}: {diff_graphs(before, after).summary()}"),
-    )
-    pipeline(relu())
-    assert outer == ["ReluTwice: 1 added, 1 changed", "EliminateDeadCode: no change"]
-    assert inner == ["EliminateDeadCode"]
+def test_stages_are_those_of_nested_pipelines() -> None:
+    graphs = [relu(), *Pipeline([ReluTwice(), Pipeline([EliminateDeadCode()])]).stages(relu())]
+    found = [diff_graphs(before, after).summary() for before, after in pairwise(graphs)]
+    assert found == ["1 added, 1 changed", "no change"]
+    assert Pipeline([]).stages(relu()) == []
 
 
-def test_a_pipeline_that_nobody_observes_makes_the_same_graph_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_makes_the_same_graph_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     before = gpt2().graph_module
     text = format_graph(before)
-    observed = dataclasses.replace(CANONICAL, observer=lambda module, before, after: None)(before)
+    *_, observed = CANONICAL.stages(before)
     copies: list[GraphModule] = []
 
     def counted(module: GraphModule) -> GraphModule:
@@ -230,7 +225,7 @@ def test_a_pipeline_that_nobody_observes_makes_the_same_graph_of_one_copy(monkey
     assert format_graph(before) == text
 
 
-def test_the_error_of_a_pipeline_that_nobody_observes_names_the_pass() -> None:
+def test_the_error_of_a_pipeline_names_the_pass() -> None:
     with pytest.raises(PassError, match="ReluTwice: ") as info:
         Pipeline([EliminateDeadCode(), ReluTwice(drop_output=True), RemoveDetach()])(relu())
     assert info.value.pass_name == "ReluTwice"

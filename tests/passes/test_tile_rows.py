@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from passes import EliminateDeadCode, PassError, RowSegment, TileRows, diff_graphs, find_row_segments, format_graph
-from passes.patterns.row_places import RowsPlace
+from passes.patterns.row_wise import RowsPlace
 from tests.marks import slow
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators

@@ -17,7 +17,7 @@ from memopt.account.caching_allocator import CardFullError
 from memopt.compat.card import expandable_segments
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import GIB, BudgetError, as_text_has_it, round_up
-from memopt.levers.expandable_segments import may_expand
+from memopt.levers.decided_elsewhere import may_expand
 from memopt.planning import on_card as on_cards
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import (

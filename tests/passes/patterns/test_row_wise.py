@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from passes.patterns.row_places import RowsPlace, moved_place, with_rows
-from passes.patterns.row_wise import _RULES, row_operands, row_result
+from passes.patterns.row_wise import _RULES, RowsPlace, moved_place, row_operands, row_result
+from passes.tile_rows import with_rows
 from tests.passes.capture import Sketch, aten
 
 Rows = set[tuple[int, ...]]
