@@ -26,10 +26,8 @@ from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, peak_above_lasting, returned_bytes
 from memopt.planning.plan import Plan
-from memopt.run.forward_groups import ForwardGroups
 from memopt.run.hosted import home_device
-from memopt.run.latest_looks import LatestLooks
-from memopt.run.overlaps import Overlap, SeenOverlaps
+from memopt.run.seen import ForwardGroups, LatestLooks, Overlap, SeenOverlaps
 
 _TOLERANCE = 64
 """Tensors that appear on the device outside of a step are tolerated up to the parameters' bytes divided by this: a

@@ -25,8 +25,8 @@ from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
 from memopt.run.entry import WORTHWHILE, Entry
-from memopt.run.latest_looks import LatestLooks
 from memopt.run.models_on_device import ModelsOnDevice
+from memopt.run.seen import LatestLooks
 from memopt.training_state import CallState
 from memopt.units import size
 

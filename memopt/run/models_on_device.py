@@ -12,7 +12,7 @@ from memopt.account.account import distinct_bytes
 from memopt.compat.tensors import weak_storages
 from memopt.errors import BudgetError
 from memopt.run.entry import Entry, Waiting
-from memopt.run.overlaps import Alone, AsPlain, Overlap, breadth
+from memopt.run.seen import Alone, AsPlain, Overlap, breadth
 
 _TRAINS = 1024
 """A model no longer counts as trained once this many forwards have begun since its latest one."""

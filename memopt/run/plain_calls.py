@@ -34,15 +34,24 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import WORTHWHILE, Entry
 from memopt.run.ledger import SEVERAL, Ledger, Moment
-from memopt.run.longer_paths import LongerPath, ends_beyond
-from memopt.run.overlaps import Alone
 from memopt.run.pending import CREATED, RETAINED, WORTH_NAMING, beside_gradients, to_follow
-from memopt.run.plain_counter import CountedStep, PlainCounter, bytes_beside, callers_code_bytes, graph_key
-from memopt.run.plain_forward import WAITS, PlainForward
-from memopt.run.plain_kinds import Kind, Sizes, grown, kind_of_inputs, sizes_of
+from memopt.run.plain_counter import (
+    CountedStep,
+    Kind,
+    PlainCounter,
+    Sizes,
+    bytes_beside,
+    callers_code_bytes,
+    graph_key,
+    grown,
+    kind_of_inputs,
+    sizes_of,
+)
+from memopt.run.plain_forward import WAITS, LongerPath, PlainForward, ends_beyond
 from memopt.run.road import Road
 from memopt.run.safety_net import tighter
 from memopt.run.second_run import PlainSecondRun
+from memopt.run.seen import Alone
 from memopt.run.sizes import covers
 from memopt.units import size
 

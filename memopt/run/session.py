@@ -61,9 +61,9 @@ from memopt.run.hosted import (
     with_inputs_there,
 )
 from memopt.run.ledger import Moment
-from memopt.run.longer_paths import LongerPath
 from memopt.run.pending import PendingForward
 from memopt.run.plain_counter import CountedStep
+from memopt.run.plain_forward import LongerPath
 from memopt.run.ranks import DataParallel
 from memopt.run.safety_net import SafetyNet, StepMemoryError
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms

@@ -33,11 +33,10 @@ from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.run.changed_inputs import watch_plain
 from memopt.run.entry import Entry, WaitingPlain
-from memopt.run.forward_groups import ForwardGroups
 from memopt.run.ledger import Ledger, Moment
-from memopt.run.overlaps import AsPlain, Overlap, room_for_others
 from memopt.run.pending import PendingForward, release_all
 from memopt.run.ranks import DataParallel
+from memopt.run.seen import AsPlain, ForwardGroups, Overlap, room_for_others
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, LOSS_OUTSIDE, UntilBackward
 from memopt.units import size
 
