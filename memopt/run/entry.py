@@ -52,6 +52,8 @@ class Waiting(ABC):
     entry: Entry
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
+    account: Account
+    """The bytes of its step other than activations."""
     given: tuple[WeakStorage, ...] = ()
     """The storages of the call's inputs."""
     number: int = 0
@@ -87,17 +89,13 @@ class WaitingPlanned(Waiting):
 
     @abstractmethod
     def hidden_bytes(self) -> int:
-        """The bytes of the forward's saved tensors that a search of the device counts as elsewhere, outside of the
-        step."""
+        """The bytes of the forward's saved tensors if the caller's hooks (`saved_tensors_hooks`) made them: a search of
+        the device counts such tensors as elsewhere, outside of the step. Else 0."""
 
     @abstractmethod
     def held(self) -> list[torch.Tensor]:
         """The tensors that the forward's regions, and eager code between them, have saved and that are not freed
         yet."""
-
-    @abstractmethod
-    def after_backward(self) -> None:
-        """Mark the forward as done: it holds no saved values any more."""
 
     @abstractmethod
     def undo(self) -> bool:
@@ -108,11 +106,6 @@ class WaitingPlanned(Waiting):
     def is_in_backward(self) -> bool:
         """Whether the running backward has reached this forward."""
 
-    @abstractmethod
-    def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
-        """A budget of at least `needed` bytes with room for other forwards; `retained`: with room for a step that keeps
-        its graph (`retain_graph=True`)."""
-
 
 @dataclass(eq=False, kw_only=True)
 class WaitingPlain(Waiting):
@@ -120,8 +113,6 @@ class WaitingPlain(Waiting):
 
     room_bytes: int
     """The bytes of the budget that its step leaves free, if no other forward waits and nothing is elsewhere."""
-    account: Account
-    """The bytes of its step other than activations."""
     peak_bytes: int
     """The most bytes that its forward and backward hold, without resident bytes."""
     outputs: tuple[WeakStorage, ...]
@@ -290,7 +281,7 @@ class Entry:
         0 where these bytes are too few to matter. Also 0 while any forward waits for its backward: what a waiting
         forward holds is counted with its outputs."""
         there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
-        if sum(there.values()) <= self.notable_bytes or self.waiting() or self.plain_waiting():
+        if sum(there.values()) <= self.notable_bytes or self.all_waiting():
             return 0
         own = bytes_by_address([*self.model.parameters(), *self.model.buffers(), *inputs], self.device)
         return sum(nbytes for address, nbytes in there.items() if address not in own)
@@ -299,10 +290,6 @@ class Entry:
     def paths_vary(self) -> bool:
         """Whether forwards were seen to run more or fewer operators than others."""
         return len(self.paths) > 1
-
-    def note_outputs_in_backward(self, nbytes: int) -> None:
-        """Record how many bytes of a forward's outputs are still alive when its backward begins."""
-        self.outputs_in_backward = max(self.outputs_in_backward or 0, nbytes)
 
     def dropped_outputs(self, plan: Plan) -> int:
         """The bytes of a plan's outputs that will have been freed when its backward begins, judged by earlier
@@ -325,29 +312,25 @@ class Entry:
         """Add a planned forward that begins now."""
         self.begun += 1
         self.latest = weakref.ref(forward)
-        self._number(forward)
-        self.latest_outputs = forward.outputs
+        self._begins(forward, forward.outputs)
         self.planned.add(forward)
         if self.plans.get(id(forward.plan)) is None:
             self.plans[id(forward.plan)] = forward.plan, None
-            account = forward.plan.account
-            self.gradient_bytes = max(self.gradient_bytes or 0, account.gradients)
-            self.state_bytes = max(self.state_bytes or 0, account.optimizer_state)
 
     def add_plain(self, forward: WaitingPlain) -> None:
         """Add a forward that begins now and runs plain."""
-        self._number(forward)
-        self.latest_outputs = forward.outputs
+        self._begins(forward, forward.outputs)
         self.plain.add(forward)
-        self.gradient_bytes = max(self.gradient_bytes or 0, forward.account.gradients)
-        self.state_bytes = max(self.state_bytes or 0, forward.account.optimizer_state)
         lasting = self.budget_bytes - forward.room_bytes - forward.peak_bytes
         # A plan is guessed to hold a quarter of what the plain step holds.
         held, peak = forward.held_bytes, forward.peak_bytes
         self.plain_step_bytes = StepBytes(lasting, held // 4, peak // 4, held, peak)
 
-    def _number(self, forward: Waiting) -> None:
+    def _begins(self, forward: Waiting, outputs: Sequence[WeakStorage]) -> None:
         forward.number = self.number = next(_numbers)
+        self.latest_outputs = outputs
+        self.gradient_bytes = max(self.gradient_bytes or 0, forward.account.gradients)
+        self.state_bytes = max(self.state_bytes or 0, forward.account.optimizer_state)
 
     def figure(self, name: Hashable, plan: Plan, of: Callable[[], int]) -> int:
         """A number of bytes that depends on a plan, as `of` returns it; cached under `name`, so that `of` is called
@@ -453,6 +436,10 @@ class Entry:
         """The forwards that ran without a plan and whose backward has not begun yet."""
         return list(self.plain) if self.plain else []
 
+    def all_waiting(self) -> list[Waiting]:
+        """The forwards, planned or not, that wait for their backward."""
+        return [*self.waiting(), *self.plain_waiting()]
+
     def in_backward(self) -> list[WaitingPlanned]:
         """The planned forwards that the running backward has reached."""
         return [forward for forward in self.planned if forward.is_in_backward()]
@@ -460,7 +447,7 @@ class Entry:
     @property
     def held_bytes(self) -> int:
         """The bytes held by forwards, planned or not, that wait for their backward."""
-        return sum([forward.held_bytes for forward in self.waiting()]) + self.plain_held_bytes
+        return sum([forward.held_bytes for forward in self.all_waiting()])
 
     @property
     def plain_held_bytes(self) -> int:

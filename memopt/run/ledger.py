@@ -147,14 +147,12 @@ class Moment:
         """Whether a plan made for `situation` leaves room for everything else that is on the device now or is expected.
         Also False for a plan that recomputes and was made while tensors outside of the step held far more of the device
         than now: a faster one is possible."""
-        account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
-        others += self.to_come * (plan.held_bytes if situation.to_come else self.entry.groups.held_after(plan))
+        further = self.to_come * (plan.held_bytes if situation.to_come else self.entry.groups.held_after(plan))
         if situation.elsewhere is None and self._has_shrunk(plan):
             return False
         if self.plain_backward_bytes and not self.may_hold(plan.held_bytes):
             return False
-        alone = self._alone(plan)
-        return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
+        return self.may_fit(plan, further)
 
     def still_fits(self, plan: Plan, situation: Situation) -> bool:
         """Whether a plan made for another situation fits now, too. Also False for one that recomputes and was made
@@ -222,12 +220,12 @@ class Moment:
             return self.waiting_bytes + self.gradients
         return self.waiting_bytes + (self.gradients // 2 if self.waiting and gradients_held else 0)
 
-    def may_fit(self, plan: Plan) -> bool:
-        """Whether a plan leaves room for everything else on the device now, if the backwards of forwards that are still
-        to come run before its own."""
-        account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
-        alone = self._alone(plan)
-        return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
+    def may_fit(self, plan: Plan, further_bytes: int = 0) -> bool:
+        """Whether a plan leaves room for everything else on the device now and for `further_bytes`, if the backwards of
+        forwards that are still to come run before its own."""
+        account = plan.account
+        others = self.others_in_backward(account.gradients_held) + further_bytes
+        return self.leaves(plan.budget_bytes - self._alone(plan) - others + account.tolerance // 2, account)
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
         """`refused`, the error of a call, with a budget that works for larger calls too, which came before and may come
@@ -263,15 +261,14 @@ class Moment:
 
     def leaves(self, room_bytes: int, account: Account) -> bool:
         """Whether everything on the device now, except the step that `account` describes, takes at most
-        `room_bytes`."""
-        return self._surely_within(room_bytes, account) or self.elsewhere_beside(account) <= room_bytes
-
-    def _surely_within(self, room_bytes: int, account: Account) -> bool:
-        """Whether a bound that needs no search shows that the bytes elsewhere are at most `room_bytes`."""
+        `room_bytes`: by a bound that needs no search of the device, or else by a search."""
+        surely = room_bytes
         if not self.entry.has_looked:  # the optimizer's options may make it hold more than by default
-            room_bytes -= _MORE_STATE * account.optimizer_state
-        most = self._ledger.at_most(self, room_bytes - self.to_come_elsewhere)
-        return most is not None and self._beside(most, account) <= room_bytes
+            surely -= _MORE_STATE * account.optimizer_state
+        most = self._ledger.at_most(self, surely - self.to_come_elsewhere)
+        if most is not None and self._beside(most, account) <= surely:
+            return True
+        return self.elsewhere_beside(account) <= room_bytes
 
     def elsewhere_beside(self, account: Account) -> int:
         """The bytes that are on the device now and do not belong to a step with this account."""

@@ -75,7 +75,7 @@ class ModelsOnDevice:
     def backward_begins(self, forward: Waiting) -> None:
         """Record that the backward of a forward begins: which steps of other models ran since the forward, and which of
         their forwards still wait."""
-        later = self._later(forward)
+        later = self.begun_since(forward)
         for other in later:
             other.overlaps.add(Overlap((), weakref.ref(forward.entry), begun_before=True))
         seen = forward.entry.seen
@@ -83,11 +83,8 @@ class ModelsOnDevice:
         seen.backward.append(Overlap(tuple(weakref.ref(other.entry) for other in later)))
         seen.known.update(other.model for other in self.others_training(forward.entry))
 
-    def begun_since(self, forward: Waiting) -> int:
-        """The bytes held by waiting forwards of other models that began after `forward`."""
-        return sum(other.held_bytes for other in self._later(forward))
-
-    def _later(self, forward: Waiting) -> list[Waiting]:
+    def begun_since(self, forward: Waiting) -> list[Waiting]:
+        """The waiting forwards of other models that began after `forward`."""
         waiting = [other for other in self._waiting() if other.entry.model is not forward.entry.model]
         return [other for other in waiting if other.number > forward.number]
 
@@ -128,8 +125,7 @@ class ModelsOnDevice:
         is only one model."""
         if len(self.entries) == 1:
             return []
-        found: list[Waiting] = [one for entry in self.entries for one in (*entry.waiting(), *entry.plain_waiting())]
-        return sorted(found, key=attrgetter("number"))
+        return sorted([one for entry in self.entries for one in entry.all_waiting()], key=attrgetter("number"))
 
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
         """The error to raise for a call in place of `refused`: it names a budget in which the steps of the other
@@ -182,14 +178,6 @@ class ModelsOnDevice:
                 own -= needs.held
             peak = max(peak, alone.held_bytes + own)
         return alone.budget_bytes - alone.peak_bytes + peak + waiting
-
-    def others_held_bytes(self, entry: Entry) -> int:
-        """The bytes held by forwards of other models that wait for their backward."""
-        return sum([other.held_bytes for other in self.entries if other is not entry])
-
-    def others_waiting(self, entry: Entry) -> int:
-        """The number of planned forwards of other models that wait for their backward."""
-        return sum([len(other.waiting()) for other in self.entries if other is not entry])
 
     def addresses(self, entry: Entry) -> frozenset[int]:
         """The addresses of storages that are counted already: those saved by waiting planned forwards of all models

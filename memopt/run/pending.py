@@ -113,7 +113,7 @@ class PendingForward(WaitingPlanned):
         if self.plan.captured.regions[0].released:
             self._lent.add(value)
             self.held_bytes += nbytes
-        elif self.plan.account.caching:
+        elif self.account.caching:
             self._held.append(value)
 
     def note_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
@@ -159,8 +159,6 @@ class PendingForward(WaitingPlanned):
         return sum(nbytes for address, nbytes in here.items() if address not in of_regions)
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that the forward's regions, and eager code between them, have saved and that are not freed
-        yet."""
         if self.again_bytes and self.second_run is not None:  # reading a freed value would run the forward
             return self.second_run.tensors
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
@@ -169,13 +167,9 @@ class PendingForward(WaitingPlanned):
         return [tensor for node in nodes for tensor in saved_by(node)]
 
     def hidden_bytes(self) -> int:
-        """The bytes of the forward's saved tensors if the caller's hooks (`saved_tensors_hooks`) made them: a search of
-        the device counts such tensors as elsewhere, outside of the step. Else 0."""
         return max(0, self.held_bytes - sum(one.nbytes for one in self.outputs)) if self.packed else 0
 
     def free_saved(self) -> int:
-        """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes
-        freed; 0 where it cannot be run again."""
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
         if self.second_run is None or self.again_bytes or self.done or len(nodes) != 1:
             return 0
@@ -199,26 +193,26 @@ class PendingForward(WaitingPlanned):
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned(parameters) + self.again_bytes
             if self.outputs:
                 kept = sum(one.nbytes for one in self.outputs)
-                self.entry.note_outputs_in_backward(kept)
+                self.entry.outputs_in_backward = max(self.entry.outputs_in_backward or 0, kept)
                 self._extra_bytes -= max(0, returned_bytes(self.plan) - kept)
             self.backward_begins()
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
             Ledger.of(self.entry).backward_begins(self)
             self._check_autocast()
             self.gradients_before = GradientsBefore.of(parameters)
-        if self.plan.account.gradients_held or any(region.steps for region in self.plan.regions):
+        if self.account.gradients_held or any(region.steps for region in self.plan.regions):
             self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.held_bytes for forward in others) + self.entry.plain_held_bytes
         peak = self.plan.ceiling_bytes
-        if self.plan.account.meanwhile:
-            peak = self.entry.peak_above_lasting(self.plan) + lasting_bytes(self.plan.account, beside=True)
+        if self.account.meanwhile:
+            peak = self.entry.peak_above_lasting(self.plan) + lasting_bytes(self.account, beside=True)
         if keeps_graph():
             self.entry.graph |= KEPT
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
-        needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
-        above = needed - self.plan.account.tolerance - self.plan.budget_bytes  # the forward may have used half of it
+        needed = peak - self.account.other_forwards + waiting + self._extra_bytes
+        above = needed - self.account.tolerance - self.plan.budget_bytes  # the forward may have used half of it
         if above > 0 and above > self._free_of_planned(elsewhere_bytes := self._elsewhere_now(gradients)):
             reason = RETAINED if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
@@ -235,13 +229,13 @@ class PendingForward(WaitingPlanned):
         moment = self.moment_of(self, gradients)
         if self.backwards > 1:  # other things are allocated than when the first one begins
             moment = replace(moment, kind=(moment.kind, self.backwards))
-        if unseen and self.plan.account.tolerance:
+        if unseen and self.account.tolerance:
             self._see_what_appeared(replace(moment, closely=True))
-        room = self.plan.budget_bytes - needed + self.plan.account.elsewhere
-        room += self.plan.account.tolerance
-        if not moment.leaves(room, self.plan.account):
+        room = self.plan.budget_bytes - needed + self.account.elsewhere
+        room += self.account.tolerance
+        if not moment.leaves(room, self.account):
             closely = replace(moment, closely=True)
-            elsewhere_bytes = closely.elsewhere_beside(self.plan.account)
+            elsewhere_bytes = closely.elsewhere_beside(self.account)
             if elsewhere_bytes > room + self._state_to_come(elsewhere_bytes):
                 self._refuse_elsewhere(elsewhere_bytes, room)
                 return  # it goes on beyond the budget
@@ -252,9 +246,10 @@ class PendingForward(WaitingPlanned):
         elsewhere since the forward, without forwards of other models: the next forward is planned with these. Before
         a further backward they are mostly gradients that the caller keeps (`torch.autograd.grad`)."""
         ledger, known = Ledger.of(self.entry), moment.addresses()
-        appeared = moment.elsewhere_beside(self.plan.account) - self.plan.account.elsewhere - ledger.begun_since(self)
+        appeared = moment.elsewhere_beside(self.account) - self.account.elsewhere
+        appeared -= sum(other.held_bytes for other in ledger.begun_since(self))
         appeared -= sum(one.nbytes for one in self.copies if one.address not in known)  # later forwards make none
-        if self.backwards > 1 and not self.plan.account.gradients_held:
+        if self.backwards > 1 and not self.account.gradients_held:
             appeared += beside_gradients(self.entry)
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
@@ -264,14 +259,14 @@ class PendingForward(WaitingPlanned):
 
     def _elsewhere_now(self, gradients: Sequence[object]) -> int:
         """The bytes elsewhere, as a search of the device finds them."""
-        return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.plan.account)
+        return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.account)
 
     def _free_of_planned(self, elsewhere_bytes: int) -> int:
         """The planned bytes that are free if `elsewhere_bytes` are elsewhere: those that the plan left for tensors
         elsewhere beyond these, and those of `_state_to_come`, except where the graph is kept: later steps keep it
         beside that state, and would be refused in the middle of a training."""
         state_to_come = 0 if keeps_graph() else self._state_to_come(elsewhere_bytes)
-        return max(0, self.plan.account.elsewhere - elsewhere_bytes) + state_to_come
+        return max(0, self.account.elsewhere - elsewhere_bytes) + state_to_come
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
         """The bytes that a backward may use in place of optimizer state that does not exist yet: tensors that appear
@@ -284,13 +279,13 @@ class PendingForward(WaitingPlanned):
         return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - copied)
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
-        appeared = elsewhere_bytes - self.plan.account.elsewhere
+        appeared = elsewhere_bytes - self.account.elsewhere
         elsewhere_bytes += to_follow(self.entry, appeared, self.backwards)
         self.entry.later_bytes = max(self.entry.later_bytes, appeared)
         self.entry.reached_bytes = None
         # At a budget with room for these and nothing recomputed, the first step fits, too.
         lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
-        plain = self._plain_peak(retained=keeps_graph()) - self.plan.account.elsewhere + elsewhere_bytes
+        plain = self._plain_peak(retained=keeps_graph()) - self.account.elsewhere + elsewhere_bytes
         ledger = Ledger.of(self.entry)
         guessed = (LARGE_LOSS_OUTSIDE - LOSS_OUTSIDE) * tangent_bytes(self.plan)
         foreseen = self.entry.later_bytes <= staying(guessed)  # the first plan then leaves room for it
@@ -350,8 +345,7 @@ class PendingForward(WaitingPlanned):
         plain = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget, graph=graph)
         if plain is None:
             raise refused
-        others = [forward for forward in self.entry.waiting() if forward is not self]
-        roomy = plain + sum(forward.saved_bytes() for forward in (*others, *self.entry.plain_waiting()))
+        roomy = plain + sum(forward.saved_bytes() for forward in self.entry.all_waiting() if forward is not self)
         ledger = Ledger.of(self.entry)
         others_train = ledger.others_training(self.entry)
         # Where others train, it may be planned with that much room, too, and is then there beside its second run.
@@ -372,7 +366,6 @@ class PendingForward(WaitingPlanned):
             one.judged = False
 
     def is_in_backward(self) -> bool:
-        """Whether the running backward has reached this forward."""
         return self._backward == current_backward()
 
     def after_backward(self) -> None:
@@ -385,8 +378,6 @@ class PendingForward(WaitingPlanned):
         self._held = []
 
     def undo(self) -> bool:
-        """Undo the call after its backward has failed; returns whether gradients, buffers and random states are as
-        before the call."""
         gradients = self.gradients_before is None or self.gradients_before.undo()
         return (self.before is not None and self.before.undo()) and gradients
 
@@ -395,7 +386,7 @@ class PendingForward(WaitingPlanned):
         forwards that wait (one like this, if none does), and with gradients both held from before and newly computed.
         With `retained`, the step is one that keeps its graph (`retain_graph=True`), and no further forward is
         assumed."""
-        account, peak = self.plan.account, self._plain_peak(retained=retained)
+        account, peak = self.account, self._plain_peak(retained=retained)
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes
         waiting = waiting if waiting or retained else self.saved_bytes()
@@ -411,7 +402,6 @@ class PendingForward(WaitingPlanned):
         return retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
 
     def saved_bytes(self) -> int:
-        """The bytes that this forward would hold until its backward with nothing recomputed."""
         assert self.plan.joined is not None
         problem = self.plan.joined.problem
         return held_after_forward(problem, Schedule.save_all(problem))
@@ -419,7 +409,7 @@ class PendingForward(WaitingPlanned):
     def _held_unplanned(self, parameters: Sequence[nn.Parameter]) -> int:
         """The bytes of gradients of the model's parameters that exist now and that the plan does not count."""
         appeared = max(0, self.gathered.gradient_bytes - self.whole_gradients)
-        if self.plan.account.gradients_held:
+        if self.account.gradients_held:
             return appeared
         if self.gathered:
             parameters = [one for one in parameters if one not in self.gathered]
@@ -449,9 +439,9 @@ class PendingForward(WaitingPlanned):
             fate = fate_of_gradient(leaf)
             free = leaf.grad is None and self.accumulation.allowed and not is_hooked(leaf, stepped=True)
             return fate is Fate.RETURNED or (fate is Fate.ACCUMULATED and not free)
-        if leaf.grad is None and self.plan.account.gradients_held and self.plan.account.buckets:
+        if leaf.grad is None and self.account.gradients_held and self.account.buckets:
             return not self.accumulation.allowed  # else it becomes a view of its bucket at once
-        if leaf.grad is None or not self.plan.account.gradients_held or id(leaf) in self.hooked:
+        if leaf.grad is None or not self.account.gradients_held or id(leaf) in self.hooked:
             return False
         fate = fate_of_gradient(leaf)
         added = fate is Fate.ACCUMULATED and self.accumulation.allowed and not is_hooked(leaf)

@@ -439,7 +439,7 @@ class PlainCalls(PlainCounter):
                         self.note_graph(key, graph.further(2))  # as an equation has
                     most = WORTH_NAMING * budget
                     needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, most) or 0)
-                others = [one for one in (*self.entry.waiting(), *self.entry.plain_waiting()) if one is not forward]
+                others = [one for one in self.entry.all_waiting() if one is not forward]
                 needed += sum(one.saved_bytes() - one.held_bytes for one in others)  # within more room
                 further = (f"{DIFFERENTIATED}; {TAKEN_WITHIN}",)
                 refused = BudgetError(budget, needed, CREATED, least=False, further=further)

@@ -66,8 +66,6 @@ class PlainForward(WaitingPlain):
         gradients_asked(self)
 
     def free_saved(self) -> int:
-        """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes
-        freed; 0 where it cannot be run again."""
         if (second_run := self.second_run) is None:
             return 0
         self.second_run, kept = None, {one.address for one in self.outputs}
@@ -80,7 +78,6 @@ class PlainForward(WaitingPlain):
         return freed
 
     def saved_bytes(self) -> int:
-        """The bytes that the forward would hold until its backward if `free_saved` had freed nothing."""
         return self.held_bytes + self._freed_bytes
 
     def end(self) -> None:

@@ -151,7 +151,7 @@ class Share:
     @property
     def waiting(self) -> int:
         """The number of forwards, planned or not, that wait for their backward."""
-        return len(self.entry.waiting()) + len(self.entry.plain_waiting())
+        return len(self.entry.all_waiting())
 
     def begin(self) -> int:
         """Record that a forward begins; returns the number of others that wait for their backward."""
@@ -174,8 +174,7 @@ class Share:
         return self._free([one for one in self.ledger.entries if one is not self.entry])
 
     def _free(self, entries: Iterable[Entry]) -> int:
-        forwards = [one for entry in entries for one in (*entry.waiting(), *entry.plain_waiting())]
-        freed = sum([forward.free_saved() for forward in forwards])
+        freed = sum([forward.free_saved() for entry in entries for forward in entry.all_waiting()])
         if freed and not self._freed:
             self._freed = True
             warnings.warn(
@@ -299,15 +298,16 @@ class Share:
         """The moment at which a call begins, with the bytes that are counted already: its inputs, the copies by which
         it can be undone, and what waiting forwards hold and returned. `kind` has further parts of `Moment.kind`."""
         ledger, waiting = self.ledger, self.waiting
+        others = [other for other in ledger.entries if other is not self.entry]
         bucket_bytes, buckets = self.parallel.bucket_memory()
         lasting, now = ledger.lasting(self.entry)
         return Moment(
             self.entry,
-            (waiting, ledger.others_waiting(self.entry), *kind),
+            (waiting, sum([len(other.waiting()) for other in others]), *kind),
             tuple(tensors_in(call)),
             waiting,
             self.entry.held_bytes,
-            ledger.others_held_bytes(self.entry),
+            sum([other.held_bytes for other in others]),
             lasting,
             sum([tensor.nbytes for tensor in now]),
             addresses=lambda: ledger.addresses(self.entry),
@@ -356,10 +356,11 @@ class Share:
         if lacking > 0 and lacking > self._state_to_come(plan, call):
             alone = plan.smallest_bytes() - plan.account.other_forwards
             works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking + self.entry.notable_bytes)
-            raise self._refusal(works, plan.account.elsewhere)
+            elsewhere = f", elsewhere {size(plan.account.elsewhere)}" if plan.account.elsewhere else ""
+            reason = f"a second forward before the first one's backward{elsewhere}"
+            raise BudgetError(self.entry.budget_bytes, works, reason, least=False)
         if waiting and situation.for_other_models is not None:
-            earlier = [one.held_bytes for one in (*self.entry.waiting(), *self.entry.plain_waiting())]
-            self.entry.groups.beside_waiting = held, max(earlier)
+            self.entry.groups.beside_waiting = held, max(one.held_bytes for one in self.entry.all_waiting())
         forward = PendingForward(
             weakref.ref(self.model),
             situation.hooked,
@@ -367,6 +368,7 @@ class Share:
             self.backward_moment,
             entry=self.entry,
             plan=plan,
+            account=plan.account,
             held_bytes=held,
             given=tuple(weak_storages(tensors_in(call))),
         )
@@ -458,12 +460,6 @@ class Share:
             left.append(spare - forward.again_bytes - earlier_bytes)
             earlier_bytes += forward.held_bytes
         return min(left)
-
-    def _refusal(self, smallest_bytes: int, elsewhere: int) -> BudgetError:
-        reason = "a second forward before the first one's backward"
-        if elsewhere:
-            reason += f", elsewhere {size(elsewhere)}"
-        return BudgetError(self.entry.budget_bytes, smallest_bytes, reason, least=False)
 
 
 def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:

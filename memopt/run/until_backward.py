@@ -20,7 +20,7 @@ from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError
 from memopt.meter import PeakMeter
-from memopt.run.entry import Entry, WaitingPlain, WaitingPlanned
+from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger
 from memopt.units import size
 
@@ -151,14 +151,11 @@ class UntilBackward:
 def _check(entry: Entry, saved_bytes: int) -> None:
     """Warn where the caller's operators have saved more since the forward than the budget has left for them, which is
     not known before. Raises `BudgetError` in a model that has not stepped where no plan would leave so much."""
-    waiting: list[WaitingPlanned | WaitingPlain] = []
-    for one in Ledger.of(entry).entries:
-        waiting += [*one.waiting(), *one.plain_waiting()]
+    waiting = [forward for one in Ledger.of(entry).entries for forward in one.all_waiting()]
     if entry.fixed_bytes is not None or len(waiting) != 1:  # the graph may lead through other forwards
         return
     (forward,) = waiting
-    account = forward.plan.account if isinstance(forward, WaitingPlanned) else forward.account
-    account = replace(account, other_forwards=0, elsewhere=0, tolerance=0)
+    account = replace(forward.account, other_forwards=0, elsewhere=0, tolerance=0)
     needed = account.resident_bytes + saved_bytes  # what is elsewhere may be among these, or be freed by now
     missing = max(0, account.optimizer_state - entry.found.state)
     if needed + forward.held_bytes - missing <= entry.budget_bytes + entry.tolerance_bytes:
