@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
-from torch import nn
-
 from memopt.capture.author_modes import CallerModes
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import MARGIN
@@ -150,10 +148,8 @@ class PlansOfPaths:
     captured and planned together with earlier ones, so that after a few steps one plan serves every path through the
     model's code. Sizes that differ between runs are symbols of one region."""
 
-    def __init__(
-        self, model: nn.Module, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]
-    ) -> None:
-        self.model, self.road, self.keeping, self.capture = model, road, keeping, capture
+    def __init__(self, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]) -> None:
+        self.road, self.keeping, self.capture = road, keeping, capture
         self.paths: LruCache[_Kind, ControlPaths] = LruCache(_MOST_PLANS)
         """The paths that calls of a kind were seen to take."""
         self._plans: LruCache[tuple[CapturedCall, Situation], Executable] = LruCache(_MOST_PLANS)
@@ -176,7 +172,7 @@ class PlansOfPaths:
         self.road, self._plans_freed = road, 0
         self._plans.clear()
 
-    def forget(self, but: Plan | None = None) -> None:
+    def forget(self, but: Plan | None) -> None:
         """Drop all plans except `but`, if that is given."""
         kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]
         self._plans.clear()
@@ -199,7 +195,7 @@ class PlansOfPaths:
         state of autocast, exchanges between ranks, and number of blocks that stay gathered. Where blocks stay gathered,
         the key also has the capture with all blocks freed: if that capture is made again, Dynamo's graphs may differ,
         and the call is captured again."""
-        text = f"{call_kind(call)} {CallerModes.now()} {exchange_in_words(self.model)}"
+        text = f"{call_kind(call)} {CallerModes.now()} {exchange_in_words(self.road.planner.terms.model)}"
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
     def fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> Executable:

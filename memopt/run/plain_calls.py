@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
 
 from memopt.account.account import Account
 from memopt.account.plain_count import PlainStep
@@ -82,15 +81,8 @@ class PlainCalls(PlainCounter):
     They run in eager mode even where the user has compiled the model: compiled code may hold other bytes than are
     counted here."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        planner: CallPlanner,
-        loss_fn: Callable[..., Any] | None,
-        entry: Entry,
-        checkpoints: Checkpoints | None = None,
-    ) -> None:
-        super().__init__(model, planner, loss_fn, entry, checkpoints)
+    def __init__(self, planner: CallPlanner, entry: Entry, checkpoints: Checkpoints | None = None) -> None:
+        super().__init__(planner, entry, checkpoints)
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False where all calls are to be planned."""
         self.planned_ahead = False
@@ -174,13 +166,8 @@ class PlainCalls(PlainCounter):
         another batch may hold more, the count serves no other call, and has no margin for one."""
         if not (self._may_be_first and (self._whatever_else or self._nothing_else_wanted())):
             return None
-        step = self.count_step(
-            now.call,
-            now.situation,
-            self.planner.terms.options.budget_bytes,
-            closely=True,
-            beside=partial(bytes_beside, now.moment),
-        )
+        beside = partial(bytes_beside, now.moment)
+        step = self.count_step(now.call, now.situation, self.entry.budget_bytes, closely=True, beside=beside)
         if step is None or not step.on_values:
             return None
         fitting = self.fitting_step(replace(step, depends_on_values=False), now.call, now.situation)
@@ -190,7 +177,7 @@ class PlainCalls(PlainCounter):
         if fitting.fits(moment):
             return True
         if goes_on := self.goes_on(fitting):
-            budget, held = self.planner.terms.options.budget_bytes, fitting.step.held_bytes
+            budget, held = self.entry.budget_bytes, fitting.step.held_bytes
             needed = budget - fitting.room_bytes + moment.known_elsewhere(fitting.account)
             needed = max(budget, needed + moment.reserved_bytes(held)) + max(0, held - (moment.spare_bytes or held))
             self.entry.warn_beyond(BudgetError(budget, needed, CREATED, least=False))
@@ -223,7 +210,7 @@ class PlainCalls(PlainCounter):
     def beyond(self, now: CallInProgress) -> CountedStep | None:
         """The counted step of a call that does not fit, so that the call can run beyond the budget; a warning says so.
         None, without a warning, where the step cannot be counted or needs far more than the budget."""
-        budget = self.planner.terms.options.budget_bytes
+        budget = self.entry.budget_bytes
         step = self.count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
         if step is None:
             return None
@@ -236,7 +223,7 @@ class PlainCalls(PlainCounter):
         """The error to raise in place of `refused`, by which a call cannot be captured or exceeds the budget: a
         `BudgetError` that names a budget in which the call runs plain. `refused` itself where no such budget is known,
         or where it is above the one that `refused` names."""
-        budget, least = self.planner.terms.options.budget_bytes, None
+        budget, least = self.entry.budget_bytes, None
         most = refused.smallest_bytes if isinstance(refused, BudgetError) else WORTH_NAMING * budget
         if self._nothing_else_wanted():
             least = self.needed_bytes(now, most)
@@ -380,7 +367,7 @@ class PlainCalls(PlainCounter):
         known = self.entry.paths_vary
         self.entry.paths |= {step.nodes, made}
         if not known:
-            budget, name = size(self.planner.terms.options.budget_bytes), type(self.model).__name__
+            budget, name = size(self.entry.budget_bytes), type(self.model).__name__
             warnings.warn(
                 f"a forward of {name} ran {made} differentiable operators, but the bytes of its step were counted for "
                 f"{step.nodes}, so that the step may exceed the budget of {budget}; later steps are counted before "
@@ -409,7 +396,7 @@ class PlainCalls(PlainCounter):
         gives gradients a graph, or the `last` one after such backwards. Calls with the same `graph_key` are counted so
         from now on. In a model that has stepped before, none is refused: a warning is given once, and later calls are
         not counted so where it was for derivatives of gradients."""
-        step, budget, counted = fitting.step, self.planner.terms.options.budget_bytes, fitting.step
+        step, budget, counted = fitting.step, self.entry.budget_bytes, fitting.step
         if self._beside_budget.covers(graph):
             return
         margin = self.margin(depends_on_values=step.depends_on_values)
@@ -471,7 +458,7 @@ class PlainCalls(PlainCounter):
         self.entry.later_bytes = max(self.entry.later_bytes, appeared + beside_gradients(self.entry))
         if elsewhere_bytes + further <= fitting.room_bytes:
             return
-        budget = self.planner.terms.options.budget_bytes
+        budget = self.entry.budget_bytes
         needed: int | None = budget - fitting.room_bytes + elsewhere_bytes + further
         if fitting.call is not None:
             needed = self.runs_from(fitting.call, situation, elsewhere_bytes + further, WORTH_NAMING * budget)
@@ -530,15 +517,14 @@ class PlainCalls(PlainCounter):
         step exceeds the budget."""
         if not fitting.step.is_bound or fitting.call is None:
             return None
-        budget_bytes = self.planner.terms.options.budget_bytes
-        step = self.count_step(fitting.call, situation, budget_bytes, closely=True)
+        step = self.count_step(fitting.call, situation, self.entry.budget_bytes, closely=True)
         return None if step is None else self.fitting_step(step, fitting.call, situation)
 
     def _has_more_room(self, kind: Kind, now: CallInProgress) -> bool:
         """Whether so many fewer bytes are outside of the step now than when calls were too large that counting this
         call again is worth the time."""
         freed = kind.beside - bytes_beside(now.moment, self.account(now.call, now.situation))
-        return freed >= self.planner.terms.options.budget_bytes // WORTHWHILE
+        return freed >= self.entry.budget_bytes // WORTHWHILE
 
     def _count(self, kind: Kind, now: CallInProgress, sizes: Sizes) -> CountedStep | None:
         call, situation, moment = now.call, now.situation, now.moment
@@ -553,7 +539,7 @@ class PlainCalls(PlainCounter):
 
         derived = bool(self.graph_of(call).derived)
         given: Any = {"closely": moment.others_train or derived, "beside": beside}
-        most = self.planner.terms.options.budget_bytes * (WORTH_NAMING if derived and self.entry.stepped else 1)
+        most = self.entry.budget_bytes * (WORTH_NAMING if derived and self.entry.stepped else 1)
         for batch in (call,) if special else (*grown(call, kind), call):
             step = self.count_step(batch, situation, most, **given)
             if step is not None and (step.depends_on_values or step.draws):
@@ -583,13 +569,8 @@ class PlainCalls(PlainCounter):
     def _nothing_else_wanted(self) -> bool:
         """Whether a plan would only save memory: the options ask for no passes, compiler, calibration, other device,
         optimizer levers or named precision ("auto" only chooses one for calls that are planned)."""
-        planner = self.planner
-        return not (
-            (planner.terms.options.precision != "auto" and planner.terms.rewriting)
-            or planner.terms.options.passes
-            or planner.terms.options.calibrate
-            or planner.terms.options.hardware
-            or planner.terms.fuses
-            or planner.optimizer_choice.chosen
-            or planner.optimizer_choice.allowed
-        )
+        terms, choice = self.planner.terms, self.planner.optimizer_choice
+        options = terms.options
+        named = options.precision != "auto" and terms.rewriting
+        others = options.passes or options.calibrate or options.hardware or terms.fuses
+        return not (named or others or choice.chosen or choice.allowed)

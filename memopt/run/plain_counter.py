@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from memopt.account.account import Account
 from memopt.account.eager_bytes import ValueIsRead
@@ -114,19 +113,12 @@ class PlainCounter:
     """Counts the steps of a model's calls as the plain model runs them, with its loss function and with activation
     checkpoints if any were chosen. The base of `PlainCalls`, which decides by the counts."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        planner: CallPlanner,
-        loss_fn: Callable[..., Any] | None,
-        entry: Entry,
-        checkpoints: Checkpoints | None = None,
-    ) -> None:
-        self.model, self.planner, self.entry, self.checkpoints = model, planner, entry, checkpoints
-        self._forward: Callable[..., Any] = plain_loss_call(model, loss_fn, call=plain_call(model))
+    def __init__(self, planner: CallPlanner, entry: Entry, checkpoints: Checkpoints | None = None) -> None:
+        self.model, self.planner, self.entry, self.checkpoints = entry.model, planner, entry, checkpoints
+        self._forward: Any = plain_loss_call(self.model, planner.loss_fn, call=plain_call(self.model))
         self._most_bytes: float = math.inf
         """Steps that hold more than this, without resident bytes, are planned: an allocation failed in such a step."""
-        self.settings = Settings(model)
+        self.settings = Settings(self.model)
         self.graphs: dict[Hashable, Retention] = {}
         """How backwards keep the graphs of calls, by `graph_key`, beyond how they keep those of all calls."""
 
@@ -204,10 +196,9 @@ class PlainCounter:
         account = self.account(call, situation, reached)
         room = budget_bytes - account.resident_bytes - beside(account)
         most = int(room / self.margin(depends_on_values=bool(depends)))
+        given = {"graph": graph, "checkpoints": self.checkpoints is not None}
         with self.checkpoints.checked() if self.checkpoints else nullcontext():
-            counted = count_on_values(
-                self.model, self.plain, call, card, most, graph=graph, checkpoints=self.checkpoints is not None
-            )
+            counted = count_on_values(self.model, self.plain, call, card, most, **given)
         return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
 
     def fitting_step(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
@@ -216,10 +207,10 @@ class PlainCounter:
         needed, account = self.needed_by_step(step, call, situation)
         if step.peak_bytes > self._most_bytes:
             return None
-        room = self.planner.terms.options.budget_bytes - needed
-        hollow = None if step.on_values else on_meta(call)
-        fitting = CountedStep(step, room, account, hollow)
-        return fitting if room >= 0 or self.goes_on(fitting) else None
+        fitting = CountedStep(
+            step, self.entry.budget_bytes - needed, account, None if step.on_values else on_meta(call)
+        )
+        return fitting if fitting.room_bytes >= 0 or self.goes_on(fitting) else None
 
     def as_row(self, call: Call, situation: Situation) -> ReceiptRow | None:
         """The row of the plain step for a receipt: its peak in bytes and its seconds, counted from the shapes of a

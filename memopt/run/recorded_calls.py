@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dry_run import DryRun, as_run_later, cut_off, record_dry_run
 from memopt.capture.dynamic_shapes import marked
-from memopt.capture.dynamo import TooManyShapes, compile_call
+from memopt.capture.dynamo import TooManyShapes, compile_call, training_call
 from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.region import RecordedRegion
@@ -115,23 +115,11 @@ class RecordedCalls:
     region the plan is chosen in the stub, since the guards tell which region it is. Several regions are planned
     together before the first of them runs; a forward that takes another path is undone and started again."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        to_capture: Callable[[], Callable[..., Any]],
-        road: Road,
-        keeping: Keeping,
-        bounds: SizeBounds,
-        notice: Notice,
-        *,
-        whole: bool,
-        differentiate_all: bool,
-        unplanned_allowed: bool,
-    ) -> None:
-        self.model, self.to_capture, self.road, self.keeping = model, to_capture, road, keeping
-        self.whole, self.differentiate_all, self.unplanned_allowed = whole, differentiate_all, unplanned_allowed
+    def __init__(self, road: Road, keeping: Keeping, bounds: SizeBounds, notice: Notice, *, whole: bool) -> None:
+        self.model, self.road, self.keeping, self.whole = road.planner.terms.model, road, keeping, whole
+        self._differentiate_all = road.planner.differentiate_all or not whole
         self.regions = PlansOfRegions(road, bounds)
-        self.paths = PlansOfPaths(model, road, keeping, self._captured_again)
+        self.paths = PlansOfPaths(road, keeping, self._captured_again)
         self.ran_unplanned = False
         self._notice = notice
         self._in_progress: CallInProgress | None = None
@@ -148,13 +136,15 @@ class RecordedCalls:
         """Whether recorded code changes Python objects (`RecordedRegion.changes_objects`), so that no part of it may
         run a second time; None before any was recorded."""
         # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
-        self._symbols = not (whole and is_tensor_parallel(model))
+        self._symbols = not (whole and is_tensor_parallel(self.model))
         self._compile()
 
     def _compile(self) -> None:
-        narrowed = self.road.planner.optimizer_choice.floats if self.whole else None
-        self._backend = recording(self.run_region, differentiate_all=self.differentiate_all, narrowed=narrowed)
-        self._compiled = compile_call(self.to_capture(), self._backend, whole=self.whole, symbols=self._symbols)
+        floats = self.road.planner.optimizer_choice.floats
+        narrowed = floats if self.whole else None
+        to_capture = training_call(self.model, self.road.planner.loss_fn, floats)
+        self._backend = recording(self.run_region, differentiate_all=self._differentiate_all, narrowed=narrowed)
+        self._compiled = compile_call(to_capture, self._backend, whole=self.whole, symbols=self._symbols)
 
     def capture_whole(self, call: Call) -> CapturedCall | None:
         """Capture a call as one region without running it; None where torch.compile does not compile the model. Raises
@@ -290,7 +280,8 @@ class RecordedCalls:
         pending.gathered = gathered = Gathered(self.model)
         pending.whole_gradients = gathered.gradient_bytes
         pending.first_node = next_node_number()
-        self._forward = _Forward(pending, planned, may_run_unplanned=last and self.unplanned_allowed)
+        unplanned = last and "plain" in self.road.planner.terms.options.allow
+        self._forward = _Forward(pending, planned, may_run_unplanned=unplanned)
         try:
             result = self._compiled(*in_progress.call[0], **in_progress.call[1])
             lacking = paths.lacking(planned.plan, pending.note_made_between(result))

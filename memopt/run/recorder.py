@@ -9,20 +9,18 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamic_shapes import Place, declared_sizes
-from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, training_call
+from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line
 from memopt.capture.inputs import Call, call_signature, leaf_name, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.compat.autograd import stops_recomputation
 from memopt.errors import BudgetError, CaptureError
 from memopt.lru import LruCache
-from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
@@ -54,13 +52,11 @@ class Recorder:
     One capture with symbolic sizes serves all calls in one region, until the model turns out to need a size as a
     constant, for instance because it branches on it. From then on each value of that size gets a capture of its own."""
 
-    def __init__(
-        self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, road: Road, keeping: Keeping
-    ) -> None:
-        self.model, self.options, self.loss_fn, self.road, self.keeping = model, options, loss_fn, road, keeping
-        self.planner = road.planner
+    def __init__(self, road: Road, keeping: Keeping) -> None:
+        self.road, self.keeping, self.planner = road, keeping, road.planner
+        self.model, self.options = road.planner.terms.model, road.planner.terms.options
         self.size_bounds = SizeBounds(self.declared)
-        self._settings = Settings(model)
+        self._settings = Settings(self.model)
         self._breaks: LruCache[str, str] = LruCache(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
         self._errors: LruCache[tuple[str, int], str] = LruCache(_MOST_ERRORS)
@@ -87,18 +83,7 @@ class Recorder:
 
     def _new(self, *, whole: bool) -> RecordedCalls:
         """A recording of calls in one region, or in several, without any region yet."""
-        to_capture = partial(training_call, self.model, self.loss_fn, self.planner.optimizer_choice.floats)
-        return RecordedCalls(
-            self.model,
-            to_capture,
-            self.road,
-            self.keeping,
-            self.size_bounds,
-            self._notice,
-            whole=whole,
-            differentiate_all=self.planner.differentiate_all or not whole,
-            unplanned_allowed="plain" in self.options.allow,
-        )
+        return RecordedCalls(self.road, self.keeping, self.size_bounds, self._notice, whole=whole)
 
     @property
     def broken(self) -> RecordedCalls:
@@ -180,16 +165,6 @@ class Recorder:
     def run(self, in_progress: CallInProgress) -> Any:
         """Run a call by its plan, which is made if there is none. Raises `BudgetError` where no plan fits, and
         `CaptureError` where the call cannot be captured."""
-        try:
-            return self._run(in_progress)
-        except (BudgetError, CaptureError):
-            raise
-        except Exception as error:
-            if not stops_recomputation(error):  # an error of the model itself
-                self.forget_errors()
-            raise
-
-    def _run(self, in_progress: CallInProgress) -> Any:
         call = in_progress.call
         if self._errors and (text := self._errors.get(self._state(call))):
             raise CaptureError(text)
@@ -202,11 +177,15 @@ class Recorder:
                     check_unbroken(self.model, str(broken))
                     reason = self._breaks[call_signature(call)] = str(broken)
             return self.broken.run(in_progress, partial(self._in_regions, call, reason, in_progress.most_between))
-        except (OtherPathTaken, TooManyShapes, EagerCodeTooLargeError):
+        except (BudgetError, OtherPathTaken, TooManyShapes, EagerCodeTooLargeError):
             raise
         except CaptureError as error:
             self._errors[self._state(call)] = str(error)
             self._breaks.clear()  # once the model has changed, it may be one region
+            raise
+        except Exception as error:
+            if not stops_recomputation(error):  # an error of the model itself
+                self.forget_errors()
             raise
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
@@ -255,7 +234,7 @@ class Recorder:
     def declared(self, call: Call) -> dict[Place, int | None]:
         """The dimensions of a call's tensors that the user declares to change (`dynamic`), each with its largest size;
         None where no largest size was declared."""
-        return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
+        return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.planner.loss_fn is not None)
 
     def _in_regions(
         self, call: Call, reason: str, most_between: Callable[[], float] = lambda: math.inf

@@ -49,8 +49,8 @@ class SafetyNet:
 
     `plan_tighter`, called with a number of bytes, drops the plans; later plans leave that much of the budget free."""
 
-    def __init__(self, model: nn.Module, entry: Entry, plan_tighter: Callable[[int], None]) -> None:
-        self.model, self.entry, self.plan_tighter = model, entry, plan_tighter
+    def __init__(self, entry: Entry, plan_tighter: Callable[[int], None]) -> None:
+        self.model, self.entry, self.plan_tighter = entry.model, entry, plan_tighter
         self.unforeseen_bytes = 0
         """The bytes of the budget that are left free since allocations failed."""
         self.before: CallState | None = None

@@ -68,9 +68,9 @@ class TrainingCalls:
         self.model, self.options, self.loss_fn, self.own_call, self.share = model, options, loss_fn, own_call, share
         self.planner = CallPlanner(model, options, loss_fn, self.plain, share)
         self.road = Road(self.planner, accumulation, recording)
-        self.plain_calls = PlainCalls(model, self.planner, loss_fn, share.entry)
-        self.checkpointed = CheckpointedCalls(model, self.planner, loss_fn, share.entry)
-        self.recorded = Recorder(model, options, loss_fn, self.road, keeping)
+        self.plain_calls = PlainCalls(self.planner, share.entry)
+        self.checkpointed = CheckpointedCalls(self.plain_calls)
+        self.recorded = Recorder(self.road, keeping)
         self._run = run
         self._within_modes = False
         """Whether the warning about the user's dispatch modes was given."""
