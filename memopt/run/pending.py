@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,17 +55,11 @@ from memopt.training_state import CallState
 from memopt.units import size
 
 
-class Releasable(Protocol):
-    def release(self) -> None:
-        """Free the memory that this value can do without."""
-
-
 @dataclass(eq=False)
 class PendingForward(WaitingPlanned):
     """A planned forward whose backward has not run yet. Until then, forwards and gradients may appear that the plan
     does not include; `before_backward` checks for them."""
 
-    model: weakref.ref[nn.Module]
     hooked: frozenset[int]
     """The `id`s of the parameters whose gradients the plan assumes to go to hooks."""
     accumulation: Accumulation
@@ -92,9 +86,9 @@ class PendingForward(WaitingPlanned):
     """The bytes of unsharded gradients of these parameters that this rank held when it began; its plan counts them."""
     second_run: SecondRun | None = None
     """The means to compute its saved values a second time; None where that is not possible."""
-    _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
-    """The values that free memory when the backward begins."""
-    _held: list[Releasable] = field(default_factory=list)
+    _lent: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """The values that free memory when the backward begins, by their method `release`."""
+    _held: list[object] = field(default_factory=list)
     """The values that are held until an optimizer has stepped."""
     backwards: int = 0
     """The number of backwards through this forward that have begun."""
@@ -105,10 +99,10 @@ class PendingForward(WaitingPlanned):
     """The number of the backward that is not checked against the plan; -1 for none."""
     _extra_bytes: int = 0
 
-    def until_backward(self, value: Releasable, nbytes: int) -> None:
-        """Make `value` release `nbytes` when the backward begins, if the plan counts these bytes as freed then. If not,
-        on a GPU, keep `value` alive until an optimizer has stepped: the plan assumes so, and freeing it earlier would
-        change where the allocator puts later blocks."""
+    def until_backward(self, value: Any, nbytes: int) -> None:
+        """Make `value` free `nbytes`, by its method `release`, when the backward begins, if the plan counts these bytes
+        as freed then. If not, on a GPU, keep `value` alive until an optimizer has stepped: the plan assumes so, and
+        freeing it earlier would change where the allocator puts later blocks."""
         assert self.plan.captured is not None
         if self.plan.captured.regions[0].released:
             self._lent.add(value)
@@ -126,7 +120,7 @@ class PendingForward(WaitingPlanned):
                 self.second_run, self.packed = None, True
                 self._warn_of_hooks()
                 continue
-            node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
+            node.register_prehook(partial(_check_unchanged, self.nodes[-1], weakref.ref(self.entry.model)))
         return outputs
 
     def _warn_of_hooks(self) -> None:
@@ -135,9 +129,9 @@ class PendingForward(WaitingPlanned):
             self.entry.warned_of_hooks = True
             warnings.warn(
                 f"hooks of torch.autograd.graph.saved_tensors_hooks get the tensors that the plan of "
-                f"{type(self.model()).__name__} saves, not those of the plain model: what they allocate is beside the "
-                "budget, and where they change values (to a lower precision) gradients differ from the plain loop's; "
-                "call the model outside of them",
+                f"{type(self.entry.model).__name__} saves, not those of the plain model: what they allocate is beside "
+                "the budget, and where they change values (to a lower precision) gradients differ from the plain "
+                "loop's; call the model outside of them",
                 stacklevel=2,
             )
 
@@ -145,8 +139,7 @@ class PendingForward(WaitingPlanned):
         """Record the tensors that eager code between the regions of this forward made: those that it saved for its
         backward, and those in `result`, which the call returns. The plan's account has a row for them. Returns their
         bytes, without outputs of regions."""
-        model = self.model()
-        state = () if model is None else (*model.parameters(), *model.buffers())
+        state = (*self.entry.model.parameters(), *self.entry.model.buffers())
         own = {one.address for one in (*weak_storages(state), *self.given)}
         of_regions = own | {one.address for one in self.outputs}
         returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -188,8 +181,7 @@ class PendingForward(WaitingPlanned):
         if not self.judged or self._beside_plan == current_backward():
             return
         if begins := self._backward != current_backward():
-            model = self.model()
-            parameters = [] if model is None else parameters_in(modules_of(model))
+            parameters = parameters_in(modules_of(self.entry.model))
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned(parameters) + self.again_bytes
             if self.outputs:
                 kept = sum(one.nbytes for one in self.outputs)
@@ -391,8 +383,8 @@ class PendingForward(WaitingPlanned):
         waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes
         waiting = waiting if waiting or retained else self.saved_bytes()
         gradients = account.gradients if account.gradients_held else 2 * account.gradients
-        if any(region.steps for region in self.plan.regions) and (model := self.model()) is not None:
-            gradients = distinct_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+        if any(region.steps for region in self.plan.regions):
+            gradients = distinct_bytes(one for one in self.entry.model.parameters() if one.requires_grad)
         return max(needed, peak - account.other_forwards + waiting + gradients)
 
     def _plain_peak(self, *, retained: bool) -> int:
@@ -467,11 +459,11 @@ WORTH_NAMING = 4
 as a multiple of the given one."""
 CREATED, RETAINED = "the plain step with create_graph=True", "backward(retain_graph=True)"
 
-_held_over: list[Releasable] = []
+_held_over: list[object] = []
 """Values of forwards whose backward has run, held until an optimizer has stepped or a forward begins."""
 
 
-def hold_over(values: Sequence[Releasable]) -> None:
+def hold_over(values: Sequence[object]) -> None:
     """Keep values alive until an optimizer has stepped or the next planned forward begins."""
     if values:
         _hook()

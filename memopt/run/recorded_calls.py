@@ -420,4 +420,4 @@ class RecordedCalls:
         joints = plan.captured.regions if self.whole and plan.captured is not None else ()
         only_read = joints[0].inputs_without_gradients if joints else ()
         noted = planner.differentiate_outputs
-        return Replay(region, inputs, weak, forward, forward.before, prevented, only_read, noted)
+        return Replay(region, inputs, weak, forward, prevented, only_read, noted)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -135,12 +134,10 @@ class Share:
         found = self.ledger.look_before_planning(counted)
         return replace(found, other=found.other + counted.lasting_bytes)
 
-    @contextmanager
-    def held_still(self, call: Call) -> Iterator[None]:
+    def held_still(self, call: Call) -> AbstractContextManager[None]:
         """A context in which steps of `call` are checked: new allocations, which are copies made for the check, are not
         counted as bytes elsewhere on the device."""
-        with self.ledger.held_still(self._counted(call)):
-            yield
+        return self.ledger.held_still(self._counted(call))
 
     def latest_elsewhere(self, call: Call) -> int:
         """The bytes that tensors of other code held on the device at the latest search before a call with the same
@@ -362,7 +359,6 @@ class Share:
         if waiting and situation.for_other_models is not None:
             self.entry.groups.beside_waiting = held, max(one.held_bytes for one in self.entry.all_waiting())
         forward = PendingForward(
-            weakref.ref(self.model),
             situation.hooked,
             accumulation,
             self.backward_moment,
