@@ -25,7 +25,7 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.executable import Executable
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
-from memopt.run.sizes import LargestSizes
+from memopt.run.sizes import LargestSizes, cover, tensor_shapes
 
 _MOST = 4
 """The number of paths that are kept: the latest ones."""
@@ -55,11 +55,7 @@ class ControlPaths:
     def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
         """The paths of calls of one kind, so far only `captured`, the capture of `call`. `new`: the next forward is
         that of `call`, on the values with which it was captured (the field `new`)."""
-        return cls([captured], LargestSizes.of(call), new=new)
-
-    def move_to_front(self, path: CapturedCall) -> None:
-        """Move a path to the front of `calls`, so that it is tried first for later calls."""
-        self.calls = [path, *(other for other in self.calls if other is not path)]
+        return cls([captured], LargestSizes(tensor_shapes(call)), new=new)
 
     def add(self, captured: CapturedCall, call: Call) -> None:
         """Merge the capture `captured` of `call` into the first path, `calls[0]`, so that it serves `call` too. Where
@@ -123,10 +119,6 @@ class ControlPaths:
             self._joins[captured] = before, captured
             yield captured
 
-    def take(self, path: CapturedCall) -> None:
-        """Replace the first path, `calls[0]`, by `path`."""
-        self.calls[0] = path
-
 
 def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:
     """Whether a run that both captures have has other input shapes in each."""
@@ -186,7 +178,7 @@ class PlansOfPaths:
         paths = self.paths.get(self._kind(call))
         if paths is None:
             paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call, new=True)
-        elif not paths.sizes.cover(call):
+        elif not cover(paths.sizes.shapes, tensor_shapes(call)):
             paths.add(self.capture(call, paths.calls[0].break_reason), call)
         return paths
 
@@ -236,7 +228,7 @@ class PlansOfPaths:
                 continue
             plan = beside_freed(plan, freed) if freed else plan
             planned = self._plans[captured, situation] = self._with_runs(captured, plan)
-            paths.take(captured)
+            paths.calls[0] = captured
             return planned
         assert refused is not None
         raise refused

@@ -31,7 +31,11 @@ def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> to
     if planned is not None and not planned.model.training:
         raise ValueError(f"this {type(planned.model).__name__} is in eval mode, which runs plain; call model.train()")
     if planned is not None and planned.with_loss is not None:
-        _check_single_loss_function(loss_fn, planned.options.loss_fn)
+        if loss_fn is not None and loss_fn is not planned.options.loss_fn:
+            raise ValueError(
+                f"this TrainStep has the loss_fn {loss_fn!r}, but its model was optimised with "
+                f"{planned.options.loss_fn!r}; leave the loss_fn of the TrainStep out"
+            )
         return scalar_loss(planned.loss(batch, model))
     args, kwargs = batch_call(batch, loss_fn)
     if loss_fn is not None and isinstance(args[0], Mapping) and not takes_model(loss_fn):
@@ -76,15 +80,6 @@ def scalar_loss(output: Any) -> torch.Tensor:
             "gradients, and do not detach the loss"
         )
     return loss.reshape(())
-
-
-def _check_single_loss_function(given: LossFunction | None, own: LossFunction | None) -> None:
-    """Raise `ValueError` where a model optimised with a loss function is given another."""
-    if given is not None and given is not own:
-        raise ValueError(
-            f"this TrainStep has the loss_fn {given!r}, but its model was optimised with {own!r}; leave the loss_fn "
-            "of the TrainStep out"
-        )
 
 
 class UntilTarget(nn.Module):

@@ -238,7 +238,7 @@ class RecordedCalls:
             try:
                 return self._compiled(*call[0], **call[1])
             except TooManyShapes:
-                self.regions.forget_captured()
+                self.regions.forget(captured=True)
                 self._compile()
                 return self._compiled(*call[0], **call[1])
 
@@ -252,7 +252,7 @@ class RecordedCalls:
         attempts = 1 if Gathered(self.model) else _ATTEMPTS
         for attempt in range(attempts):
             path = untried.pop(0)
-            paths.move_to_front(path)
+            paths.calls = [path, *(other for other in paths.calls if other is not path)]
             try:
                 return self._run_path(in_progress, paths, last=attempt == attempts - 1)
             except Exception as failed:

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
 from memopt.run.road import Road
 from memopt.run.settings import Settings
 from memopt.run.sharding import Keeping, check_unbroken
-from memopt.run.sizes import SizeBounds, covers
+from memopt.run.sizes import Shapes, SizeBounds, cover, tensor_shapes
 
 _MOST_BREAKS = 256
 """The number of call signatures that are remembered to break into regions."""
@@ -39,8 +39,6 @@ _MOST_ERRORS = 64
 """The number of calls that are remembered to have no graph."""
 _MOST_VALUES = 32
 """The number of captures that are kept for values of constant sizes (`SizeBounds.fixed`): those used last."""
-
-Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Recorder:
@@ -111,7 +109,7 @@ class Recorder:
         graph."""
         if self._terms is None:
             return False
-        serving = self._own.get(self._values(_shapes(call))) if self.size_bounds.fixed else self._first
+        serving = self._own.get(self._values(tensor_shapes(call))) if self.size_bounds.fixed else self._first
         return serving is not None and serving.has_symbols
 
     def lacks_smaller(self, call: Call) -> bool:
@@ -119,10 +117,10 @@ class Recorder:
         batch of an epoch may be such a call."""
         if self._terms is None or self.breaks or self.serves_all_sizes(call):
             return False
-        shapes = _shapes(call)
+        shapes = tensor_shapes(call)
         if shapes in self._first_shapes or (self.size_bounds.fixed and self._values(shapes) in self._own):
             return False
-        return any(_cover(larger, shapes) for larger, _ in self._first_shapes.items())
+        return any(cover(larger, shapes) for larger, _ in self._first_shapes.items())
 
     @property
     def may_run_twice(self) -> bool:
@@ -274,7 +272,7 @@ class Recorder:
             return result
         name = type(self.model).__name__
         raise CaptureError(
-            f"{name} was captured for exactly {_shapes(call)}, and yet the capture is not valid for them; "
+            f"{name} was captured for exactly {tensor_shapes(call)}, and yet the capture is not valid for them; "
             "this is a fault of memopt: report it with these shapes"
         )
 
@@ -282,15 +280,15 @@ class Recorder:
         """The recording that serves a call in one region."""
         self._in_present_terms()
         if not self.size_bounds.fixed:
-            self._first_shapes[_shapes(call)] = True
+            self._first_shapes[tensor_shapes(call)] = True
             return self._first
-        key = self._values(_shapes(call))
+        key = self._values(tensor_shapes(call))
         known = any(self._values(shapes) == key for shapes, _ in self._first_shapes.items())
         return self._first if known and key not in self._own else self._own_of(call)
 
     def _own_of(self, call: Call) -> RecordedCalls:
         """The recording for this call's values of the sizes that the model needs as constants."""
-        key = self._values(_shapes(call))
+        key = self._values(tensor_shapes(call))
         if key not in self._own:
             self._own[key] = self._new(whole=True)
         return self._own[key]
@@ -315,14 +313,3 @@ class Recorder:
 
     def _state(self, call: Call) -> tuple[str, int]:
         return call_signature(call), self._settings.number()
-
-
-def _shapes(call: Call) -> Shapes:
-    return tuple([tuple(tensor.shape) for tensor in tensors_in(call)])
-
-
-def _cover(larger: Shapes, shapes: Shapes) -> bool:
-    """Whether two calls have as many tensors, of as many dimensions, and no size of `shapes` is above that of
-    `larger`."""
-    alike = list(map(len, larger)) == list(map(len, shapes))
-    return alike and all(covers(most, shape) for most, shape in zip(larger, shapes, strict=True))

@@ -119,9 +119,7 @@ class SafetyNet:
             return None
         forward.after_backward()  # it gets no backward
         failure.with_traceback(None)  # its frames hold the forward's tensors
-        undone = before.undo()
-        self._tighten(*_held_by(forward.plan))
-        return self._error(failure, _by_plan(forward.plan), "forward", undone=undone)
+        return self._planned_failed(failure, forward.plan, "forward", undone=before.undo())
 
     def _begun(self) -> Any:
         """The planned forward that has begun in the running call; None where none has."""
@@ -136,10 +134,9 @@ class SafetyNet:
         if not forwards:
             return failure
         undone = [forward.undo() for forward in forwards]
-        plan = forwards[0].plan
-        self._tighten(*_held_by(plan))
         # Other forwards that this backward has not reached yet are not undone.
-        return self._error(failure, _by_plan(plan), "backward", undone=all(undone) and len(forwards) == 1)
+        undone_all = all(undone) and len(forwards) == 1
+        return self._planned_failed(failure, forwards[0].plan, "backward", undone=undone_all)
 
     def run_plain(self, attempt: Callable[[], Any], inputs: Iterable[torch.Tensor], needed_bytes: int) -> Any:
         """Run a call without a plan by `attempt`; its step was counted to hold `needed_bytes`, and `inputs` are its
@@ -160,6 +157,14 @@ class SafetyNet:
         """Plan later calls to hold less, as an allocation failed in the backward of a plain call. Returns the
         `StepMemoryError` to raise; `failure` itself, with nothing done, where the latest call did not run plain."""
         return self._plain_failed(failure, "backward", undone=False) if self._plain_bytes else failure
+
+    def _planned_failed(
+        self, failure: torch.OutOfMemoryError, plan: Plan, half: str, *, undone: bool
+    ) -> StepMemoryError:
+        self._tighten(plan.ceiling_bytes - plan.account.unforeseen, plan.budget_bytes)
+        rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
+        held = f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)}"
+        return self._error(failure, f"planned to hold {held} (at {plan.planned.at}: {rows})", half, undone=undone)
 
     def _plain_failed(self, failure: torch.OutOfMemoryError, half: str, *, undone: bool) -> StepMemoryError:
         needed, self._plain_bytes = self._plain_bytes, 0
@@ -193,18 +198,6 @@ def tighter(held_bytes: int) -> int:
     return held_bytes - held_bytes // _TIGHTER
 
 
-def _held_by(plan: Plan) -> tuple[int, int]:
-    """The bytes that a plan is to hold, and those of its budget."""
-    return plan.ceiling_bytes - plan.account.unforeseen, plan.budget_bytes
-
-
-def _by_plan(plan: Plan) -> str:
-    """The bytes that a plan is to hold, as text with the largest rows of its account."""
-    rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
-    held = f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)}"
-    return f"planned to hold {held} (at {plan.planned.at}: {rows})"
-
-
 @dataclass(frozen=True, eq=False)
 class GradientsBefore:
     """References to a model's gradients before a backward, and their versions: nothing is copied, as a backward adds to
@@ -216,12 +209,9 @@ class GradientsBefore:
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter]) -> GradientsBefore:
         """The gradients that these parameters have now."""
-        gradients = [(parameter, parameter.grad) for parameter in parameters]
-        return cls(
-            tuple(
-                [(one, None, 0) if grad is None else (one, weakref.ref(grad), grad._version) for one, grad in gradients]
-            )
-        )
+        gradients = [(one, one.grad) for one in parameters]
+        found = [(one, None, 0) if grad is None else (one, weakref.ref(grad), grad._version) for one, grad in gradients]
+        return cls(tuple(found))
 
     def undo(self) -> bool:
         """Set gradients that did not exist when this object was made to None. Returns whether all those that existed

@@ -147,6 +147,18 @@ def _input_bytes(
 Shapes = tuple[Sizes, ...]
 
 
+def tensor_shapes(call: Call) -> Shapes:
+    """The shapes of a call's tensors."""
+    return tuple([tuple(tensor.shape) for tensor in tensors_in(call)])
+
+
+def cover(larger: Shapes, shapes: Shapes) -> bool:
+    """Whether two calls have as many tensors, of as many dimensions, and no size of `shapes` is above that of
+    `larger`."""
+    alike = list(map(len, larger)) == list(map(len, shapes))
+    return alike and all(covers(most, shape) for most, shape in zip(larger, shapes, strict=True))
+
+
 @dataclass(frozen=True)
 class LargestSizes:
     """The sizes of inputs up to which the bytes that eager code between regions holds are known: those captured, with a
@@ -154,32 +166,22 @@ class LargestSizes:
 
     shapes: Shapes
 
-    @classmethod
-    def of(cls, call: Call) -> LargestSizes:
-        """The sizes of one call."""
-        return cls(tuple(tuple(tensor.shape) for tensor in tensors_in(call)))
-
-    def cover(self, call: Call) -> bool:
-        """Whether no input of a call is larger than these sizes."""
-        return all(size <= most for size, most in _pairs(LargestSizes.of(call).shapes, self.shapes))
-
     def covering(self, call: Call) -> LargestSizes:
         """These sizes, but where the call has a larger one, that one plus a margin (`MARGIN`)."""
-        shapes = zip(self.shapes, LargestSizes.of(call).shapes, strict=True)
-        return LargestSizes(
-            tuple(
-                tuple(most if size <= most else math.ceil(MARGIN * size) for most, size in zip(*pair, strict=True))
-                for pair in shapes
-            )
-        )
+        found = [
+            tuple(most if size <= most else math.ceil(MARGIN * size) for most, size in zip(*pair, strict=True))
+            for pair in zip(self.shapes, tensor_shapes(call), strict=True)
+        ]
+        return LargestSizes(tuple(found))
 
     def scaled(self, captured: CapturedCall, call: Call) -> CapturedCall:
         """A copy of `captured`, the capture of `call`, whose bytes of eager code are scaled up from the sizes of `call`
         to these sizes."""
-        own = LargestSizes.of(call).shapes
+        own = tensor_shapes(call)
         if own == self.shapes:
             return captured
-        growth = max([1.0, *(most / max(1, size) for most, size in _pairs(self.shapes, own))])
+        pairs = [pair for shapes in zip(self.shapes, own, strict=True) for pair in zip(*shapes, strict=True)]
+        growth = max([1.0, *(most / max(1, size) for most, size in pairs)])
         return with_eager_bytes(captured, min(growth, MARGIN))
 
     def input_bytes(self, call: Call) -> tuple[int, ...]:
@@ -189,11 +191,6 @@ class LargestSizes:
             nbytes = max(tensor.untyped_storage().nbytes(), math.prod(shape) * tensor.element_size())
             found[storage_key(tensor)] = max(nbytes, found.get(storage_key(tensor), 0))
         return tuple(found.values())
-
-
-def _pairs(shapes: Shapes, others: Shapes) -> Iterator[tuple[int, int]]:
-    for shape, other in zip(shapes, others, strict=True):
-        yield from zip(shape, other, strict=True)
 
 
 _MOST = 6
