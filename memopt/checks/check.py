@@ -130,7 +130,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     calls = planned.with_loss or planned.forward
     call = batch_call(batch, calls.loss_fn)
     check_device(call, planned.model)
-    with calls.share.held_still(call), calls.plain_calls.not_allowed(), stage("metering steps"):
+    with calls.share.held_still(call), calls.plain_calls.only_way(plain=False), stage("metering steps"):
         return _checked_step(planned, calls, optimizer, call, set_to_none=set_to_none)
 
 

@@ -41,11 +41,6 @@ class CallInProgress:
         """The same call with `Moment.closely`: the device is searched for other tensors however long that takes."""
         return replace(self, moment=replace(self.moment, closely=True))
 
-    @property
-    def crowded(self) -> Situation:
-        """The call's situation, including the bytes held by forwards that wait for their backward."""
-        return replace(self.situation, other_forwards=self.moment.waiting_bytes)
-
     def fitting(
         self, make: Callable[[Situation, bool], Executable], known: Callable[[], Mapping[Situation, Executable]]
     ) -> Executable:

@@ -235,6 +235,17 @@ class Entry:
     def _versions_now(self) -> dict[int, int]:
         return {id(one): one._version for one in self.model.parameters() if not one.is_inference()}
 
+    def refuse(self, refused: BudgetError) -> None:
+        """Raise `refused`, or warn of it in a model that has stepped, whose training an error would end: the next
+        forward is planned with what is there now, or refused where no plan has room for it."""
+        if self.stepped:
+            self.warn_beyond(refused)
+            return
+        try:
+            raise refused
+        finally:
+            del refused  # else this frame and the error would hold each other
+
     def warn_beyond(self, refused: BudgetError) -> None:
         """Warn that a step goes on beyond the budget, instead of raising `refused`. After the first warning, only steps
         that need clearly more than those warned of cause another."""
@@ -252,6 +263,11 @@ class Entry:
     def notable_bytes(self) -> int:
         """The smallest change in the bytes elsewhere for which they are counted again."""
         return self.tolerance_bytes // 2
+
+    @property
+    def trainable_bytes(self) -> int:
+        """The bytes of the model's parameters that require gradients now."""
+        return distinct_bytes(one for one in self.model.parameters() if one.requires_grad)
 
     @property
     def optimizer(self) -> Any:

@@ -175,10 +175,9 @@ class Moment:
                 in_step += max(0, retained_peak(plan, plan.schedule) - plan.ceiling_bytes)
             return max(in_step, plan.account.resident_bytes + max(until_backward, in_forward)) - beside
 
-        dropped = self.entry.dropped_outputs(plan)
-        entry = self.entry
+        entry, dropped = self.entry, self.entry.dropped_outputs(plan)
         seen = entry.meanwhile, entry.returned_bytes, self.kept_outputs, dropped, entry.graph.kept
-        return self.entry.figure(("alone", *seen), plan, figure)
+        return entry.figure(("alone", *seen), plan, figure)
 
     def callers_code(self, plan: Plan) -> int:
         """The bytes that the caller's own code allocates between the forward and the backward of a plan: as seen in
@@ -241,8 +240,8 @@ class Moment:
 
     @property
     def plain_backward_bytes(self) -> int:
-        """The most bytes that the backward of a waiting plain forward of this model needs beyond what the forward
-        holds: it may run while this call waits for its own. 0 where none waits."""
+        """The most bytes that the backward of a waiting plain forward of this model, which may run while this call
+        waits for its own, needs beyond what the forward holds. 0 where none waits."""
         return max((one.peak_bytes - one.held_bytes for one in self.entry.plain_waiting()), default=0)
 
     def may_hold(self, held_bytes: int) -> bool:
@@ -375,8 +374,7 @@ class Ledger(ModelsOnDevice):
         """Search the device for the bytes elsewhere before a call is planned, however long it takes. Planning leaves
         memory of its own behind, so the device is also searched at the next moment."""
         found = self.now(replace(moment, closely=True), planning=True)
-        self._since = self._since or time.monotonic()
-        moment.entry.due = True
+        self._since, moment.entry.due = self._since or time.monotonic(), True
         return found
 
     def now(self, moment: Moment, *, planning: bool = False) -> Elsewhere:

@@ -211,7 +211,7 @@ class PendingForward(WaitingPlanned):
             if not waiting and not Ledger.of(self.entry).others_training(self.entry):
                 # It runs plain with that much room; plain steps are counted with a margin of their own.
                 roomy = self.runs_plain_from(elsewhere_bytes, roomy + roomy // _MARGIN_OF_COUNTS) or roomy
-            self._refuse(BudgetError(self.plan.budget_bytes, roomy, reason, least=False))
+            self.entry.refuse(BudgetError(self.plan.budget_bytes, roomy, reason, least=False))
         if not begins:  # gradients for further regions exist now, which the plan counts
             return
         self.backwards += 1
@@ -295,18 +295,7 @@ class PendingForward(WaitingPlanned):
             f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}"
         )
         given = self.plan.budget_bytes, works, reason
-        self._refuse(ledger.for_whole_step(self.entry, BudgetError(*given, least=False, further=(further,))))
-
-    def _refuse(self, refused: BudgetError) -> None:
-        """Raise `refused`, or warn of it in a model that has stepped: the next forward is planned with what is there
-        now, or refused where no plan has room for it."""
-        if self.entry.stepped:
-            self.entry.warn_beyond(refused)
-            return
-        try:
-            raise refused
-        finally:
-            del refused  # else this frame, which holds the forward, and the error would hold each other
+        self.entry.refuse(ledger.for_whole_step(self.entry, BudgetError(*given, least=False, further=(further,))))
 
     def replayed(self) -> None:
         """Record that a second forward has run outside of the plan during the running backward, which from now on is
@@ -384,7 +373,7 @@ class PendingForward(WaitingPlanned):
         waiting = waiting if waiting or retained else self.saved_bytes()
         gradients = account.gradients if account.gradients_held else 2 * account.gradients
         if any(region.steps for region in self.plan.regions):
-            gradients = distinct_bytes(one for one in self.entry.model.parameters() if one.requires_grad)
+            gradients = self.entry.trainable_bytes
         return max(needed, peak - account.other_forwards + waiting + gradients)
 
     def _plain_peak(self, *, retained: bool) -> int:
@@ -496,5 +485,5 @@ def beside_gradients(entry: Entry) -> int:
     """The bytes of the `.grad`s that the caller makes from the gradients that the running backward returns
     (`torch.autograd.grad`), and which may still exist in the next step; 0 for a backward that adds to `.grad`
     itself."""
-    trained = [one for one in entry.model.parameters() if one.requires_grad]
-    return distinct_bytes(trained) if trained and fate_of_gradient(trained[0]) is Fate.RETURNED else 0
+    first = next((one for one in entry.model.parameters() if one.requires_grad), None)
+    return entry.trainable_bytes if first is not None and fate_of_gradient(first) is Fate.RETURNED else 0

@@ -105,20 +105,12 @@ class PlainCalls(PlainCounter):
         """The caller's own checkpoints (`torch.utils.checkpoint`) in which calls ran."""
 
     @contextmanager
-    def not_allowed(self) -> Iterator[None]:
-        """A context in which calls that fit the budget without a plan are planned too, so that plans can be checked."""
-        before, self.allowed = self.allowed, False
-        try:
-            yield
-        finally:
-            self.allowed = before
-
-    @contextmanager
-    def only_way(self) -> Iterator[None]:
-        """A context in which no call can be planned, so that every call that fits runs plain, even where the user wants
-        planned calls for other reasons than memory."""
+    def only_way(self, *, plain: bool) -> Iterator[None]:
+        """A context in which no call can be planned, so that every call that fits runs `plain`, even where the user
+        wants planned calls for other reasons than memory; or in which all calls are planned, so that plans can be
+        checked."""
         before = self.allowed, self._whatever_else
-        self.allowed = self._whatever_else = True
+        self.allowed = self._whatever_else = plain
         try:
             yield
         finally:
@@ -131,15 +123,11 @@ class PlainCalls(PlainCounter):
         has to be planned. `plans_serve_all`: a captured graph serves calls of all sizes; `lacks_smaller`: no captured
         graph serves this call, though it is smaller than a planned one."""
         call, situation, moment = now.call, now.situation, now.moment
-        if not (self._may_be_first or (self.allowed and lacks_smaller)):
+        if not (self._may_be_first or (self.allowed and lacks_smaller)) or not self._nothing_else_wanted:
             return None
-        if not (self._whatever_else or self._nothing_else_wanted()):
-            return None
-        inputs, tensors = kind_of_inputs(call)
-        kind = None if inputs is None else self._kind(call, inputs, situation, now.parts)
+        kind, sizes = self._kind(now)
         if kind is None:
             return None
-        sizes = sizes_of(tensors)
         for number, (most, fitting) in enumerate(kind.fitting):
             if covers(most, sizes):
                 if not fitting.fits(moment) and (closer := self._more_closely(fitting, situation)) is not None:
@@ -164,7 +152,7 @@ class PlainCalls(PlainCounter):
     def fitting_by_its_values(self, now: CallInProgress) -> CountedStep | None:
         """The step of a call whose code branches on values, counted on these values, if it fits the budget. Since
         another batch may hold more, the count serves no other call, and has no margin for one."""
-        if not (self._may_be_first and (self._whatever_else or self._nothing_else_wanted())):
+        if not (self._may_be_first and self._nothing_else_wanted):
             return None
         beside = partial(bytes_beside, now.moment)
         step = self.count_step(now.call, now.situation, self.entry.budget_bytes, closely=True, beside=beside)
@@ -190,21 +178,19 @@ class PlainCalls(PlainCounter):
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)
-        step = self.count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
+        count = partial(self.count_step, call, situation, most_bytes, closely=True)
+        step = count() if self._may_be_first else None
         for highest in (False, True) if step is not None and step.draws else ():  # later calls may run more
             with extreme_draws(highest=highest):
-                other = self.count_step(call, situation, most_bytes, closely=True)
-            step = max((one for one in (step, other) if one is not None), key=lambda one: one.peak_bytes)
+                step = max(filter(None, (step, count())), key=lambda one: one.peak_bytes)
         if step is None:
             return None
         step = step if other_values else replace(step, depends_on_values=False)
         needed, account = self.needed_by_step(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
-        callers_code = callers_code_bytes(step, self.entry, step.output_bytes)
-        if step.on_values:
-            # A count on values runs while the caller still has the outputs of the step before.
-            callers_code = max(callers_code, step.output_bytes)
-        needed += callers_code
+        # A count on values runs while the caller still has the outputs of the step before.
+        least = step.output_bytes if step.on_values else 0
+        needed += max(least, callers_code_bytes(step, self.entry, step.output_bytes))
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
     def beyond(self, now: CallInProgress) -> CountedStep | None:
@@ -215,18 +201,16 @@ class PlainCalls(PlainCounter):
         if step is None:
             return None
         needed, account = self.needed_by_step(step, now.call, now.situation)
-        fitting = CountedStep(step, budget - needed, account, None)
         self.entry.warn_beyond(BudgetError(budget, needed + now.moment.known_elsewhere(account), "it", least=False))
-        return fitting
+        return CountedStep(step, budget - needed, account, None)
 
     def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
         """The error to raise in place of `refused`, by which a call cannot be captured or exceeds the budget: a
         `BudgetError` that names a budget in which the call runs plain. `refused` itself where no such budget is known,
         or where it is above the one that `refused` names."""
-        budget, least = self.entry.budget_bytes, None
+        budget = self.entry.budget_bytes
         most = refused.smallest_bytes if isinstance(refused, BudgetError) else WORTH_NAMING * budget
-        if self._nothing_else_wanted():
-            least = self.needed_bytes(now, most)
+        least = self.needed_bytes(now, most) if self._nothing_else_wanted else None
         if least is None:
             return refused
         if isinstance(refused, BudgetError):
@@ -237,7 +221,7 @@ class PlainCalls(PlainCounter):
     def alone(self, now: CallInProgress, most_bytes: int) -> Alone | None:
         """The bytes of a call that runs plain while no other forward waits; None where it needs more than `most_bytes`,
         or where all calls are to be planned."""
-        if not (self._may_be_first and self._nothing_else_wanted()):
+        if not (self._may_be_first and self._nothing_else_wanted):
             return None
         step = self.count_step(now.call, now.situation, most_bytes, closely=True)
         if step is None:
@@ -253,7 +237,7 @@ class PlainCalls(PlainCounter):
         `elsewhere_bytes` of it; None where that is above `most_bytes`, or where all calls are to be planned. `graph`
         says how backwards of such calls were seen to keep their graphs."""
         self.note_graph(graph_key(call), graph)
-        if not (self._may_be_first and self._nothing_else_wanted()):
+        if not (self._may_be_first and self._nothing_else_wanted):
             return None
         if self.graph_of(call).derived and self.entry.gradients_stay is not False:
             # No plan computes it, so that later calls must fit too, whose gradients may exist from the beginning.
@@ -274,7 +258,6 @@ class PlainCalls(PlainCounter):
     def allocation_failed(self) -> None:
         """From now on plan calls that hold about as much as the latest plain call, in which an allocation failed."""
         self._most_bytes = tighter(self._ran_bytes)
-        self.forget()
 
     def forget(self) -> None:
         """Drop the counts of all calls, so that they are counted again."""
@@ -290,7 +273,7 @@ class PlainCalls(PlainCounter):
         call, step = now.call, fitting.step
         if around := checkpoint_around():
             self._checkpoints.add(around[0])
-        self._ran_bytes = fitting.step.peak_bytes
+        self._ran_bytes = step.peak_bytes
         moment = replace(now.moment, inputs=())
         check_graph = partial(self._check_graph, fitting, now.situation, moment, graph_key(call))
         # Later steps leave room for as many forwards as were seen before a backward; of several, there may be more.
@@ -355,10 +338,8 @@ class PlainCalls(PlainCounter):
 
     def _forget(self, now: CallInProgress) -> None:
         """Drop the counts that cover the sizes of a call."""
-        inputs, tensors = kind_of_inputs(now.call)
-        kind = None if inputs is None else self._kind(now.call, inputs, now.situation, now.parts)
+        kind, sizes = self._kind(now)
         if kind is not None:
-            sizes = sizes_of(tensors)
             kind.fitting = [(most, fitting) for most, fitting in kind.fitting if not covers(most, sizes)]
 
     def _went_further(self, now: CallInProgress, step: PlainStep, made: int) -> None:
@@ -417,9 +398,7 @@ class PlainCalls(PlainCounter):
             needed = needs(counted.peak_bytes) + beside
             if needs(counted.before_last_bytes if graph.derived and not last else counted.peak_bytes) + beside > budget:
                 if not graph.derived:
-                    if not self.entry.stepped:
-                        raise BudgetError(budget, needed, RETAINED, least=False)
-                    self.entry.warn_beyond(BudgetError(budget, needed, RETAINED, least=False))
+                    self.entry.refuse(BudgetError(budget, needed, RETAINED, least=False))
                     return  # later calls are counted with the kept graph
                 if fitting.call is not None and not self.entry.stepped:
                     if len(graph.derived) == 1 < graph.derived[0] and not graph.parameters:
@@ -429,11 +408,8 @@ class PlainCalls(PlainCounter):
                 others = [one for one in self.entry.all_waiting() if one is not forward]
                 needed += sum(one.saved_bytes() - one.held_bytes for one in others)  # within more room
                 further = (f"{DIFFERENTIATED}; {TAKEN_WITHIN}",)
-                refused = BudgetError(budget, needed, CREATED, least=False, further=further)
-                if not self.entry.stepped:
-                    raise refused
+                self.entry.refuse(BudgetError(budget, needed, CREATED, least=False, further=further))
                 self.graphs[key], self._beside_budget = before, graph
-                self.entry.warn_beyond(refused)
         if graph.derived:  # of several forwards in one backward, later ones have ended when it reaches its peak
             forward.held_bytes = forward.peak_bytes = counted.derived_bytes
             forward.room_bytes = budget - needs(counted.derived_bytes)
@@ -468,10 +444,7 @@ class PlainCalls(PlainCounter):
             f"{size(appeared)} of tensors that appeared between several backwards through one forward, such as "
             "gradients that the caller keeps"
         )
-        refused = BudgetError(budget, needed, reason, least=False)
-        if not self.entry.stepped:
-            raise refused
-        self.entry.warn_beyond(refused)
+        self.entry.refuse(BudgetError(budget, needed, reason, least=False))
 
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan by which the latest call would run if its plain step did not fit the budget, to be shown to the
@@ -494,22 +467,26 @@ class PlainCalls(PlainCounter):
             self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
         return self._shown[1]
 
-    def _kind(self, call: Call, inputs: Hashable, situation: Situation, parts: Parts) -> Kind | None:
-        """The counts of calls with such inputs in this situation; None where there are too many kinds already.
+    def _kind(self, now: CallInProgress) -> tuple[Kind | None, Sizes]:
+        """The counts of calls with such inputs in this situation, and the sizes of this call. None in place of the
+        counts where an input may hold tensors that a count does not see, and where there are too many kinds already.
 
         Raises `ValueError` where an input is on another device than the model.
         """
-        parameters = tuple([
-            (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
-        ])  # fmt: skip
+        situation, parts = now.situation, now.parts
+        inputs, tensors = kind_of_inputs(now.call)
+        sizes = sizes_of(tensors)
+        if inputs is None:
+            return None, sizes
+        parameters = tuple([(one.requires_grad, one.dtype, one.numel()) for one in parts.parameters])
         state = situation.gradients_held, situation.buckets, CallerModes.now(), self.settings.number(parts.modules)
-        key = inputs, parameters, state, self.graph_of(call), parts.parameters[0].device
+        key = inputs, parameters, state, self.graph_of(now.call), parts.parameters[0].device
         if key not in self._kinds:
-            check_device(call, self.model)
+            check_device(now.call, self.model)
             if len(self._kinds) >= _MOST_KINDS:
-                return None
+                return None, sizes
             self._kinds[key] = Kind()
-        return self._kinds[key]
+        return self._kinds[key], sizes
 
     def _more_closely(self, fitting: CountedStep, situation: Situation) -> CountedStep | None:
         """The step counted again with the workspaces of its kernels measured, for a step that does not fit by its first
@@ -566,9 +543,13 @@ class PlainCalls(PlainCounter):
         """Whether calls of all sizes may run plain."""
         return self.allowed and (self._whatever_else or not self.planned_ahead)
 
+    @property
     def _nothing_else_wanted(self) -> bool:
         """Whether a plan would only save memory: the options ask for no passes, compiler, calibration, other device,
-        optimizer levers or named precision ("auto" only chooses one for calls that are planned)."""
+        optimizer levers or named precision ("auto" only chooses one for calls that are planned). Also True where no
+        call can be planned (`only_way`)."""
+        if self._whatever_else:
+            return True
         terms, choice = self.planner.terms, self.planner.optimizer_choice
         options = terms.options
         named = options.precision != "auto" and terms.rewriting

@@ -60,10 +60,6 @@ _MOST_VARIANTS = 1024
 _UNPLANNED_BETWEEN = "the unplanned tensors of code between the regions"
 
 
-def _no_limit() -> float:
-    return math.inf
-
-
 class OtherPathTaken(CaptureError):
     """Raised where a forward runs regions or sizes that are not in its plan. If the forward can be undone, it is begun
     again, with a plan for another path, a few times at most."""
@@ -123,7 +119,7 @@ class RecordedCalls:
         self.ran_unplanned = False
         self._notice = notice
         self._in_progress: CallInProgress | None = None
-        self._most_between: Callable[[], float] = _no_limit
+        self._most_between: Callable[[], float] | None = None
         """Returns the bytes that code between the regions of the current call may hold while it is recorded."""
         self._forward: _Forward | None = None
         self._dry_run: DryRun | None = None
@@ -181,7 +177,7 @@ class RecordedCalls:
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
         """Capture a call on its values right before it runs, so that it runs the captured regions."""
         with stage("capturing"):
-            return self.capture(call, reason, self._most_between())
+            return self.capture(call, reason, self._most_between() if self._most_between else math.inf)
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Make later calls of the same kind as `call` run, in this situation, by `plan`, which was made before their
@@ -223,7 +219,7 @@ class RecordedCalls:
                 self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
                 return self._run_a_path(in_progress, self.paths.of(call, first))
             finally:
-                self._most_between = _no_limit  # the other function keeps the call alive
+                self._most_between = None  # it keeps the call alive
         self._in_progress = in_progress
         try:
             return self._call_whole(in_progress.call)
@@ -315,20 +311,19 @@ class RecordedCalls:
         emitted = forward.planned.region or self._next(region, inputs, forward)
         if emitted is None:
             return region.graph_module(*inputs)
-        pending, own_run = forward.pending, emitted.run
-        given = self._in_progress.moment.inputs if self._in_progress else ()
-        weak = WeakInputs.of(inputs, given) if self._in_progress else None
-        if weak is not None and self._may_run_twice(pending):
-            written = region.written | set(forward.planned.step.regions[0].statistics)
-            pending.second_run = SecondRun.of(written, inputs, weak, own_run, pending.before)
-        if region.changed is None and self._in_progress is not None:
-            watched = WatchedInputs.of(region, inputs, self.model, self._plan_again)
-            copies = watched.copies(pending.plan, self._in_progress.moment)
-            inputs = tuple(copies.get(number, value) for number, value in enumerate(inputs))
-            pending.backward_begins, pending.copies = watched.look, tuple(weak_storages(copies.values()))
-            weak = WeakInputs.of(inputs, given) if copies else weak
-
-        if self.whole:
+        pending, own_run, weak = forward.pending, emitted.run, None
+        if self._in_progress is not None:
+            moment = self._in_progress.moment
+            weak = WeakInputs.of(inputs, moment.inputs)
+            if self._may_run_twice(pending):
+                written = region.written | set(forward.planned.step.regions[0].statistics)
+                pending.second_run = SecondRun.of(written, inputs, weak, own_run, pending.before)
+            if region.changed is None:
+                watched = WatchedInputs.of(region, inputs, self.model, self._plan_again)
+                copies = watched.copies(pending.plan, moment)
+                inputs = tuple(copies.get(number, value) for number, value in enumerate(inputs))
+                pending.backward_begins, pending.copies = watched.look, tuple(weak_storages(copies.values()))
+                weak = WeakInputs.of(inputs, moment.inputs) if copies else weak
             inputs = placed(inputs, pending.plan.regions[0].hosted)
 
         def run(*values: Any) -> Any:
@@ -353,11 +348,10 @@ class RecordedCalls:
     def _may_run_twice(self, forward: PendingForward) -> bool:
         """Whether a forward in one region may be run a second time by its plan, so that its saved values can be freed
         until its backward: the second run must give the same values, and no other rank may take part."""
-        terms, plan = self.road.planner.terms, forward.plan
+        terms, allow = self.road.planner.terms, self.road.planner.terms.options.allow
         alone = self.road.accumulation.exchange is None and not is_fully_sharded(terms.model)
-        own_values = not any(one.steps or one.hosted for one in plan.regions)
-        same = own_values and not terms.fuses and "fp8" not in terms.options.allow
-        return "recompute" in terms.options.allow and alone and same
+        own_values = not any(one.steps or one.hosted for one in forward.plan.regions)
+        return "recompute" in allow and alone and own_values and not terms.fuses and "fp8" not in allow
 
     def _plan_again(self) -> None:
         """Have calls in one region planned again, after the caller has changed an input in place."""
@@ -390,10 +384,9 @@ class RecordedCalls:
                 "'plain' to allow to run it unplanned"
             )
         forward.runs = found.number + 1
-        limits = planned.limits(found.number) if region.depends_on_data else {}
-        plan = planned.plan
-        held = plan.account.gradients_held
-        key = region, found.schedule, found.joint.parameter_inputs, held, tuple(sorted(limits.items()))
+        limits, plan = planned.limits(found.number) if region.depends_on_data else {}, planned.plan
+        parameters, held = found.joint.parameter_inputs, plan.account.gradients_held
+        key = region, found.schedule, parameters, held, tuple(sorted(limits.items()))
         if key not in self._emitted:
             self._emitted[key] = emit_planned(plan, found.joint, found.schedule, self.road.accumulation, limits)
         return self._emitted[key]

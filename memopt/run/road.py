@@ -181,16 +181,14 @@ class Road:
         run of the call the index of the same run in `plan`, whose schedule it keeps, or None for a new run, which
         recomputes nothing. Returns None where a search is needed, for instance because such a plan exceeds the
         budget. Raises `CaptureError` where the graphs cannot be rewritten or priced."""
-        of_plan = plan.captured
+        planner, of_plan = self.planner, plan.captured
         assert of_plan is not None
-        planner = self.planner
         recorded = Recorded(planner, captured, call, situation)
-        sets = [levers for levers in planner.terms.lever_sets if levers == of_plan.rewriting]
-        if not sets or plan.proposals or situation.to_come:
+        if of_plan.rewriting not in planner.terms.lever_sets or plan.proposals or situation.to_come:
             return None
         with self._planning(call), planner.accounts.one_look(call, situation):
             try:
-                traced = recorded.trace(sets[0])
+                traced = recorded.trace(of_plan.rewriting)
             except NothingToRewrite:
                 return None
             found = extended(plan, traced.price(traced.account()), known)

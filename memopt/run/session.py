@@ -113,9 +113,8 @@ class Session:
         """The plan of the latest planned call, and a function that returns that plan as users see it."""
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
-        keeping = Keeping(self.resharding, self.sharded)
-        given = self.model, self.options, loss_fn, self.own_call, self.share, self.accumulation, keeping
-        return TrainingCalls(*given, self._train, self._planning)
+        given = loss_fn, self.own_call, self.share, self.accumulation, Keeping(self.resharding, self.sharded)
+        return TrainingCalls(self.model, self.options, *given, self._train, self._planning)
 
     @property
     def kinds(self) -> tuple[TrainingCalls, ...]:
@@ -337,8 +336,8 @@ class Session:
                 return self._by_plan(calls, now)
             except (BudgetError, CaptureError) as error:
                 refused = without_frames(error)
-        closely = replace(now, moment=replace(now.moment, closely=True))  # not by a limit of what is elsewhere
-        if (fits := calls.plain_calls.step_if_it_fits(closely)) is not None:
+        # Not by a limit of what is elsewhere.
+        if (fits := calls.plain_calls.step_if_it_fits(now.closely)) is not None:
             return self._run_plain(calls, now, fits)
         if isinstance(refused, CaptureError) and "plain" in self.options.allow:
             self._run_unplanned_from_now(str(refused))
@@ -393,7 +392,7 @@ class Session:
             try:
                 # Under DDP the other ranks go on with the call, so that none repeats it.
                 inputs, repeat = now.moment.inputs, self.parallel.wrapper is None
-                calls.planner.screen(now.call, now.crowded)
+                calls.planner.screen(now.call, replace(now.situation, other_forwards=now.moment.waiting_bytes))
                 with unseen_by_checkpoints():
                     fails = partial(self._as_plain_fails, calls, now.call)
                     attempt = partial(calls.run_recorded, now)
@@ -472,17 +471,16 @@ class Session:
         """Make `latest` return the plan of the call that has just run with the plain step in its receipt; called for
         the first call by each plan. With other ranks, `latest` returns the plan unchanged."""
         plan = self.status.plan
-        if plan is None or not self._alone:
-            self._shown = plan, lambda: plan
-            return
-        given = plan, on_meta(now.call), now.situation, CallerModes.now()
+        self._shown = plan, lambda: plan
+        if plan is not None and self._alone:
+            given = plan, on_meta(now.call), now.situation, CallerModes.now()
 
-        @cache
-        def shown() -> Plan:
-            with on_device(self.model):
-                return calls.beside_plain(*given)
+            @cache
+            def shown() -> Plan:
+                with on_device(self.model):
+                    return calls.beside_plain(*given)
 
-        self._shown = plan, shown
+            self._shown = plan, shown
 
     def _enter(self, state: State, reason: str, plan: Plan | None = None) -> None:
         """Enter a state, with the plan of a call that has one; otherwise the latest plan is kept."""
@@ -685,14 +683,13 @@ class Session:
         return None if self.status.state is State.PLAIN else self.status.plan
 
 
-def session_of(model: nn.Module) -> Session | None:
+def session_of(model: nn.Module | None) -> Session | None:
     """The session of an optimised model, also if it is wrapped by `DistributedDataParallel` or `torch.compile`; None
     for a model that is not optimised."""
-    call = compiled_call(unwrapped(model)) if isinstance(model, nn.Module) else None
-    if isinstance(call, Session):
-        return call
-    inner = inside_compiled(unwrapped(model)) if isinstance(model, nn.Module) else None
-    return None if inner is None else session_of(inner)
+    if not isinstance(model, nn.Module):
+        return None
+    call = compiled_call(unwrapped(model))
+    return call if isinstance(call, Session) else session_of(inside_compiled(unwrapped(model)))
 
 
 @contextmanager

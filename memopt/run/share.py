@@ -191,8 +191,8 @@ class Share:
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
             with as_implemented():
                 differentiated = [tensor for tensor in tensors if tensor.grad_fn is not None]
-                outputs = [tensor for tensor in differentiated if tensor.dim()]
-                more = distinct_bytes(outputs) > self.entry.returned_bytes or self.entry.given_bytes is None
+                outputs_bytes = distinct_bytes(tensor for tensor in differentiated if tensor.dim())
+                more = outputs_bytes > self.entry.returned_bytes or self.entry.given_bytes is None
                 others, before = self._parameters_of_others(), self._others_there or 0
                 more, self._others_there = more or others > before + self.entry.notable_bytes, max(before, others)
                 if differentiated and (more or self.ledger.may_look()):
@@ -222,7 +222,7 @@ class Share:
         forwards."""
         counted, gradients = self._counted(call, situation.gradients_held), 0
         if (counted.waiting or self.entry.groups.others_expected) and not self.one_by_one:
-            gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
+            gradients = self.entry.trainable_bytes * (2 if situation.gradients_held else 1)
         counted = replace(counted, gradients=gradients)
         later = self._left_later(counted)
         spare = self._spare_bytes(call) if counted.waiting else None
@@ -346,11 +346,12 @@ class Share:
         Raises `BudgetError` where a waiting forward would then have too little room for its backward. What takes the
         room are the gradients that the new forward's backward leaves; for a waiting plain forward, also what the new
         forward holds."""
-        held = plan.held_bytes
-        waiting = self.waiting
-        wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left()) if waiting else 0
-        lacking = wanted - self._room_beside(call) if waiting else 0
-        if lacking > 0 and lacking > self._state_to_come(plan, call):
+        held, waiting, lacking = plan.held_bytes, self.waiting, 0
+        if waiting:
+            wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left())
+            lacking = wanted - self._room_beside(call)
+        there = replace(self._counted(call), closely=True).elsewhere_beside(plan.account) if lacking > 0 else 0
+        if lacking > 0 and lacking > self.entry.state_to_come(plan, self.entry.held_bytes, there):
             alone = plan.smallest_bytes() - plan.account.other_forwards
             works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking + self.entry.notable_bytes)
             elsewhere = f", elsewhere {size(plan.account.elsewhere)}" if plan.account.elsewhere else ""
@@ -372,11 +373,6 @@ class Share:
         self.ledger.begins(forward)
         return forward
 
-    def _state_to_come(self, plan: Plan, call: Call) -> int:
-        """The bytes of optimizer state that a plan counts and that does not exist yet when a call begins."""
-        moment = replace(self._counted(call), closely=True)
-        return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
-
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
         """The error `refused` of a call, with a budget that has room for the call and, with nothing recomputed, for the
         forwards that waited when it began; `waiting` is their number. The error's text says so if fewer waiting
@@ -392,7 +388,7 @@ class Share:
         those hold now. In a larger budget these would save more: what they hold with nothing recomputed is counted.
         There is also some room for a few further forwards.
         """
-        planned, needs, gradients = self.entry.waiting(), self.entry.step_bytes, self._gradients()
+        planned, needs, gradients = self.entry.waiting(), self.entry.step_bytes, self.entry.trainable_bytes
         held = [forward.held_bytes for forward in planned]
         saved = [forward.saved_bytes() for forward in planned]
         alone = [one.plan.plain.peak_bytes - one.plan.account.other_forwards for one in planned]
@@ -416,10 +412,7 @@ class Share:
     def _gradients_left(self) -> int:
         """The bytes of gradients that a further forward's backward leaves on the device during those of waiting
         ones."""
-        return 0 if self.one_by_one and not self.entry.plain_waiting() else self._gradients()
-
-    def _gradients(self) -> int:
-        return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        return 0 if self.one_by_one and not self.entry.plain_waiting() else self.entry.trainable_bytes
 
     def _left_bytes(self, forward: WaitingPlain, call: Call) -> int:
         """The bytes of the budget that the step of a waiting plain forward leaves free while another call begins, if it
@@ -437,9 +430,7 @@ class Share:
             return -1
         plain = [self._left_bytes(forward, call) + forward.held_bytes for forward in self.entry.plain_waiting()]
         plans = [(forward.plan, forward.held_bytes) for forward in self.entry.waiting()]
-        planned = [
-            plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards + held for plan, held in plans
-        ]  # fmt: skip
+        planned = [_spare(plan) + held for plan, held in plans]
         return min(plain + planned) - self.entry.held_bytes
 
     def _room_beside(self, call: Call) -> int:
@@ -451,11 +442,14 @@ class Share:
         ]
         earlier_bytes = 0
         for forward in self.entry.waiting():
-            plan = forward.plan
-            spare = plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards
-            left.append(spare - forward.again_bytes - earlier_bytes)
+            left.append(_spare(forward.plan) - forward.again_bytes - earlier_bytes)
             earlier_bytes += forward.held_bytes
         return min(left)
+
+
+def _spare(plan: Plan) -> int:
+    """The bytes of its budget that a plan leaves free where no other forward waits."""
+    return plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards
 
 
 def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:

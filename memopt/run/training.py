@@ -114,7 +114,7 @@ class TrainingCalls:
             f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
         )
         plain, least = self.plain_calls, None
-        with without_modes(), plain.only_way():  # the modes must not see the operators of a count
+        with without_modes(), plain.only_way(plain=True):  # the modes must not see the operators of a count
             fits = plain.step_if_it_fits(now)
             if fits is None:
                 least = plain.needed_bytes(now, sys.maxsize)

@@ -65,7 +65,7 @@ class UntilBackward:
 
     @classmethod
     def begin(
-        cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int = 0
+        cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int
     ) -> None:
         """Begin to observe, as a forward returns `outputs`, which require gradients; unless all of them are single
         numbers, the loss is outside of the model. `entry` is the model's, in which the bytes found are recorded.
@@ -116,21 +116,24 @@ class UntilBackward:
         if seen is None or entry is None:
             return
         nodes, ends = graph_until(roots, lambda node: _RETURNED in node.metadata)
-        if any(node.metadata[_RETURNED]() is seen for node in ends):
-            backward_starts(None)
-            if device_of(entry.device).is_host:
-                given = distinct_bytes(leaves_of(nodes) & set(entry.model.parameters()))
-                entry.given_bytes = max(entry.given_bytes or 0, given)
-            if not seen._loss_is_outside:
-                return
-            own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], entry.device)
-            counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
-            returned = {storage.address: storage.nbytes for storage in seen._outputs}
-            freed = max(0, seen._returned_bytes - sum(returned.values()))
-            saved, in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
-            if not entry.metered or seen._begins_with > entry.returned_bytes:
-                seen._note(entry, max(in_forward, in_backward - freed))
-            _check(entry, saved)
+        if not any(node.metadata[_RETURNED]() is seen for node in ends):
+            return
+        backward_starts(None)
+        if device_of(entry.device).is_host:
+            edges = [edge for node in nodes for edge, _ in node.next_functions]
+            leaves = {edge.variable for edge in edges if hasattr(edge, "variable")}
+            given = distinct_bytes(leaves & set(entry.model.parameters()))
+            entry.given_bytes = max(entry.given_bytes or 0, given)
+        if not seen._loss_is_outside:
+            return
+        own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], entry.device)
+        counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
+        returned = {storage.address: storage.nbytes for storage in seen._outputs}
+        freed = max(0, seen._returned_bytes - sum(returned.values()))
+        saved, in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
+        if not entry.metered or seen._begins_with > entry.returned_bytes:
+            seen._note(entry, max(in_forward, in_backward - freed))
+        _check(entry, saved)
 
     def read(self, events: Sequence[int]) -> None:
         """Called when the block of a meter ends: record the bytes that the caller's code held at most, from the meter's
@@ -164,14 +167,9 @@ def _check(entry: Entry, saved_bytes: int) -> None:
     works = needed + elsewhere_bytes + forward.saved_bytes() + entry.tolerance_bytes
     works = max(works, forward.runs_plain_from(elsewhere_bytes, 2 * works) or 0)
     reason = f"{size(saved_bytes)} that the caller's code saved between a forward and its backward"
-    refused = BudgetError(entry.budget_bytes, works, reason, least=False, further=(_BESIDE,))
-    if needed <= entry.budget_bytes or entry.stepped:
-        entry.warn_beyond(refused)
-        return
-    try:
-        raise refused
-    finally:
-        del refused, forward, waiting  # else this frame, which holds the forward, and the error would hold each other
+    del forward, waiting  # else this frame, which is in the error's traceback, would hold the forward
+    tell = entry.warn_beyond if needed <= entry.budget_bytes else entry.refuse
+    tell(BudgetError(entry.budget_bytes, works, reason, least=False, further=(_BESIDE,)))
 
 
 _BESIDE = (
@@ -213,12 +211,6 @@ def held_bytes(
             readers[address] -= 1
             held -= sizes[address] if not readers[address] and address not in left_out else 0
     return all_saved, all_saved + largest, most
-
-
-def leaves_of(nodes: Iterable[Any]) -> set[torch.Tensor]:
-    """The leaf tensors to which these autograd nodes pass gradients."""
-    edges = [edge for node in nodes for edge, _ in node.next_functions]
-    return {edge.variable for edge in edges if hasattr(edge, "variable")}
 
 
 def staying(guessed_bytes: int) -> int:
