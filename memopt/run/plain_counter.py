@@ -162,44 +162,30 @@ class PlainCounter:
         """
         if not all(is_real(parameter) and not is_sharded(parameter) for parameter in self.model.parameters()):
             return None  # without values, or gathered by hooks, with the other ranks, which do not count
+        held, depends, reached = situation.gradients_held, None, None
+        given, graph = (self.model, self.plain, call, self.planner.terms.card), self.graph_of(call)
+        most = (budget_bytes - self.resident_bytes(call, situation)) / self.margin(depends_on_values=False)
         with self.settings.naming(), self.checkpoints.counted() if self.checkpoints else nullcontext():
-            return self._counted_step(call, situation, budget_bytes, closely=closely, beside=beside)
-
-    def _counted_step(
-        self,
-        call: Call,
-        situation: Situation,
-        budget_bytes: int,
-        *,
-        closely: bool,
-        beside: Callable[[Account], int],
-    ) -> PlainStep | None:
-        card, held, depends, reached = self.planner.terms.card, situation.gradients_held, None, None
-        graph = self.graph_of(call)
-        room = budget_bytes - self.resident_bytes(call, situation)
-        try:
-            most = room / self.margin(depends_on_values=False)
-            if special_tensors(call, Parts.of(self.model)):
-                raise ValueIsRead  # how much a sparse result holds depends on values
-            given: Any = {"gradients_held": held, "most_bytes": most, "graph": graph, "closely": closely}
-            step = count_plain_step(self.model, self.plain, call, card, **given)
-            if self.checkpoints is None:
-                return step
-            if step is not None:
-                if self.needed_by_step(step, call, situation)[0] > budget_bytes:
+            try:
+                if special_tensors(call, Parts.of(self.model)):
+                    raise ValueIsRead  # how much a sparse result holds depends on values
+                step = count_plain_step(*given, gradients_held=held, most_bytes=most, graph=graph, closely=closely)
+                if self.checkpoints is None:
                     return step
-                depends, reached = step.depends_on_values, step.reached
-        except ValueIsRead:
-            pass
-        if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
-            return None
-        account = self.account(call, situation, reached)
-        room = budget_bytes - account.resident_bytes - beside(account)
-        most = int(room / self.margin(depends_on_values=bool(depends)))
-        given = {"graph": graph, "checkpoints": self.checkpoints is not None}
-        with self.checkpoints.checked() if self.checkpoints else nullcontext():
-            counted = count_on_values(self.model, self.plain, call, card, most, **given)
-        return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
+                if step is not None:
+                    if self.needed_by_step(step, call, situation)[0] > budget_bytes:
+                        return step
+                    depends, reached = step.depends_on_values, step.reached
+            except ValueIsRead:
+                pass
+            if situation.buckets is not None or not all(map(is_real, tensors_in(call))):
+                return None
+            account = self.account(call, situation, reached)
+            room = budget_bytes - account.resident_bytes - beside(account)
+            room = int(room / self.margin(depends_on_values=bool(depends)))
+            with self.checkpoints.checked() if self.checkpoints else nullcontext():
+                counted = count_on_values(*given, room, graph=graph, checkpoints=self.checkpoints is not None)
+            return counted if counted is None or depends is None else replace(counted, depends_on_values=depends)
 
     def fitting_step(self, step: PlainStep, call: Call, situation: Situation) -> CountedStep | None:
         """The step with the bytes of the budget that it leaves free. None where it exceeds the budget and does not run
