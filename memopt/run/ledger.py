@@ -135,13 +135,11 @@ class Moment:
         if at least `SEVERAL` do. Else 0."""
         return self.waiting if self.waiting >= max(SEVERAL, self.entry.groups.others_expected + 1) else 0
 
-    @property
-    def group_situation(self) -> Situation | None:
+    def in_group(self, situation: Situation) -> Situation | None:
         """The situation in which one plan serves all forwards before a backward: each leaves room for the others, which
         hold as many bytes as this one. None where no further forward is expected."""
-        if not self.entry.groups.others_expected:
-            return None
-        return Situation(other_forwards=self.gradients, to_come=max(self.entry.groups.others_expected, self.waiting))
+        to_come = max(expected := self.entry.groups.others_expected, self.waiting)
+        return replace(situation, other_forwards=self.gradients, to_come=to_come) if expected else None
 
     def fits(self, plan: Plan, situation: Situation) -> bool:
         """Whether a plan made for `situation` leaves room for everything else that is on the device now or is expected.

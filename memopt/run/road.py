@@ -62,12 +62,9 @@ class Road:
     """Takes the captured calls of one model through all later stages, from rewriting to emitted code. A plan from disk
     replaces rewriting, pricing and solving. `planning` is called with a call whenever its planning begins."""
 
-    def __init__(
-        self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[Call], None] = lambda call: None
-    ) -> None:
-        self.planner, self.accumulation = planner, accumulation
+    def __init__(self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[Call], None]) -> None:
+        self.planner, self.accumulation, self._begins = planner, accumulation, planning
         self._emit = partial(emit_plan, accumulation=accumulation)
-        self._begins = planning
         self.plans = 0
         """The number of plans that were made or read from disk."""
         self.planning_seconds = 0.0

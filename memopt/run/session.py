@@ -548,8 +548,7 @@ class Session:
             started, optimizer_choice = time.perf_counter(), calls.planner.optimizer_choice
             buckets = self.parallel.buckets(gradients_held=gradients_held)
             situation = replace(self.share.situation(optimizer_choice), gradients_held=gradients_held, buckets=buckets)
-            if group := self.share.moment(call, situation).group_situation:
-                situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
+            situation = self.share.moment(call, situation).in_group(situation) or situation
             optimizer_choice.check_allowed()
             modes = CallerModes.now()
             with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():
