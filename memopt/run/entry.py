@@ -178,12 +178,10 @@ class Entry:
     seen_until_backward: int = 0
     """How many backwards through one forward were seen: the device was searched when each began, for tensors that
     appeared since the forward."""
-    begun: int = 0
-    """The number of planned forwards that have begun."""
     number: int = 0
     """The number of the latest forward, among the forwards of all models."""
     latest: weakref.ref[WaitingPlanned] | None = None
-    """The forward that began last."""
+    """The planned forward that began last; None before the first."""
     found: Elsewhere = field(default_factory=Elsewhere)
     """What the latest search at any moment found."""
     most_elsewhere: int = 0
@@ -326,7 +324,6 @@ class Entry:
 
     def add(self, forward: WaitingPlanned) -> None:
         """Add a planned forward that begins now."""
-        self.begun += 1
         self.latest = weakref.ref(forward)
         self._begins(forward, forward.outputs)
         self.planned.add(forward)

@@ -55,8 +55,8 @@ class SafetyNet:
         """The bytes of the budget that are left free since allocations failed."""
         self.before: CallState | None = None
         """The state of the model before the running call."""
-        self._forwards_before = 0
-        """The number of forwards that had begun before the running call."""
+        self._latest_before: object = None
+        """`Entry.latest` before the running call."""
         self._plain_bytes = 0
         """The bytes that the step of the latest plain call is counted to hold; 0 if the latest call was not plain."""
 
@@ -73,9 +73,8 @@ class SafetyNet:
         that fails by an error of the model's own code is undone and raises what `as_plain_fails` returns for it.
 
         Raises `StepMemoryError` where no such plan works either, and where the call could not be undone."""
-        before, self._forwards_before = CallState.of(self.model, inputs), self.entry.begun
-        self._plain_bytes = 0
-        self.before = before
+        self.before = before = CallState.of(self.model, inputs)
+        self._latest_before, self._plain_bytes = self.entry.latest, 0
         try:
             try:
                 return attempt(before)
@@ -124,7 +123,7 @@ class SafetyNet:
     def _begun(self) -> Any:
         """The planned forward that has begun in the running call; None where none has."""
         latest = self.entry.latest
-        return None if latest is None or self.entry.begun == self._forwards_before else latest()
+        return None if latest is None or latest is self._latest_before else latest()
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """Undo the call in whose backward an allocation failed (gradients, buffers and random states), and plan later

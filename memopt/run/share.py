@@ -186,7 +186,7 @@ class Share:
         """Record that the forward of a call returns `result` to the caller, whose code runs until the backward. `plan`
         is the plan by which it ran, if any."""
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if not self.entry.begun:
+        if self.entry.latest is None:
             watch_plain(self.entry, call, tensors)
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
             with as_implemented():
