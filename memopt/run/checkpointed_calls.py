@@ -121,6 +121,7 @@ class CheckpointedCalls:
             if least is None:
                 return refused
             runs = "modules that run as activation checkpoints"
+            least += self.entry.notable_bytes
             return BudgetError(budget, least, runs, least=False, further=(str(refused),))
         if broken is None:
             return refused

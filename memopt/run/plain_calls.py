@@ -213,9 +213,10 @@ class PlainCalls(PlainCounter):
         least = self.needed_bytes(now, most) if self._nothing_else_wanted else None
         if least is None:
             return refused
+        least += self.entry.notable_bytes  # a few numbers more may be elsewhere, or in another batch of sparse tensors
         if isinstance(refused, BudgetError):
+            least = min(least, refused.smallest_bytes)
             return BudgetError(budget, least, "the plain step", least=False, further=refused.notes, ways=refused.ways)
-        least += self.entry.notable_bytes  # another batch of sparse tensors may hold a few numbers more
         return BudgetError(budget, least, "the plain step", least=False, further=(str(refused),))
 
     def alone(self, now: CallInProgress, most_bytes: int) -> Alone | None:

@@ -279,3 +279,29 @@ def test_a_loss_on_a_few_numbers_does_not_raise_the_budget_that_is_named_for_a_l
     with pytest.raises(memopt.BudgetError) as refused:
         step(model, 4096)
     assert refused.value.smallest_gb <= 1.26 * afresh  # it serves batches that are a quarter larger
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_budget_named_for_the_plain_step_has_room_for_a_few_bytes_more_of_the_callers() -> None:
+    """Such as the numbers that a loop collects: without room for these, the same run is refused again by bytes."""
+    held: list[torch.Tensor] = []
+
+    def train(budget_gb: float, further: int) -> int:
+        held.clear()
+        gc.collect()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(400, 256), nn.Tanh(), nn.Linear(256, 400))
+        optimizer = torch.optim.Adam(model.parameters())
+        memopt.optimize(model, budget_gb, optimizer=optimizer, precision="fp32", allow={"recompute"})
+        for number in range(3):
+            held[:] = [torch.zeros(50_000)] if number == 2 else []
+            held.extend(torch.zeros(16) for _ in range(further))
+            model(torch.rand(64, 400)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return 3
+
+    first = named(lambda budget: train(budget, 0), 1e-4)
+    second = named(lambda budget: train(budget, 0), first)
+    assert second > first
+    train(second, 4)
