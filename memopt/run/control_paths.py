@@ -11,11 +11,12 @@ from memopt.capture.author_modes import CallerModes
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import MARGIN
 from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes
-from memopt.capture.inputs import Call, call_kind
+from memopt.capture.inputs import Call, call_kind, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import RecordedRegion
 from memopt.compat.fsdp import exchange_in_words
+from memopt.compat.tensors import storage_key
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
@@ -25,10 +26,44 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.executable import Executable
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
-from memopt.run.sizes import LargestSizes, cover, tensor_shapes
+from memopt.run.sizes import Shapes, cover, tensor_shapes
 
 _MOST = 4
 """The number of paths that are kept: the latest ones."""
+
+
+@dataclass(frozen=True)
+class _LargestSizes:
+    """The sizes of inputs up to which the bytes that eager code between regions holds are known: those captured, with a
+    margin where sizes have grown."""
+
+    shapes: Shapes
+
+    def covering(self, call: Call) -> _LargestSizes:
+        """These sizes, but where the call has a larger one, that one plus a margin (`MARGIN`)."""
+        found = [
+            tuple(most if size <= most else math.ceil(MARGIN * size) for most, size in zip(*pair, strict=True))
+            for pair in zip(self.shapes, tensor_shapes(call), strict=True)
+        ]
+        return _LargestSizes(tuple(found))
+
+    def scaled(self, captured: CapturedCall, call: Call) -> CapturedCall:
+        """A copy of `captured`, the capture of `call`, whose bytes of eager code are scaled up from the sizes of `call`
+        to these sizes."""
+        own = tensor_shapes(call)
+        if own == self.shapes:
+            return captured
+        pairs = [pair for shapes in zip(self.shapes, own, strict=True) for pair in zip(*shapes, strict=True)]
+        growth = max([1.0, *(most / max(1, size) for most, size in pairs)])
+        return with_eager_bytes(captured, min(growth, MARGIN))
+
+    def input_bytes(self, call: Call) -> tuple[int, ...]:
+        """The bytes of each of the call's tensors at these sizes."""
+        found: dict[object, int] = {}
+        for tensor, shape in zip(tensors_in(call), self.shapes, strict=True):
+            nbytes = max(tensor.untyped_storage().nbytes(), math.prod(shape) * tensor.element_size())
+            found[storage_key(tensor)] = max(nbytes, found.get(storage_key(tensor), 0))
+        return tuple(found.values())
 
 
 @dataclass
@@ -40,7 +75,7 @@ class ControlPaths:
     be merged into one path, such as other regions on the same parameters, are separate paths."""
 
     calls: list[CapturedCall]
-    sizes: LargestSizes
+    sizes: _LargestSizes
     """The largest inputs with which they were captured."""
     new: bool = False
     """Whether the next forward is that of the call that was just captured, on the same values."""
@@ -55,7 +90,7 @@ class ControlPaths:
     def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
         """The paths of calls of one kind, so far only `captured`, the capture of `call`. `new`: the next forward is
         that of `call`, on the values with which it was captured (the field `new`)."""
-        return cls([captured], LargestSizes(tensor_shapes(call)), new=new)
+        return cls([captured], _LargestSizes(tensor_shapes(call)), new=new)
 
     def add(self, captured: CapturedCall, call: Call) -> None:
         """Merge the capture `captured` of `call` into the first path, `calls[0]`, so that it serves `call` too. Where

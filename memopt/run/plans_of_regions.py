@@ -84,8 +84,11 @@ class PlansOfRegions:
 
     def forget(self, *, captured: bool = False) -> None:
         """Drop all plans and emitted code, so that calls are planned again; captured calls stay unless `captured`."""
-        for table in (self._plans, self._emitted, self._refused, *((self._captured,) if captured else ())):
-            table.clear()
+        self._plans.clear()
+        self._emitted.clear()
+        self._refused.clear()
+        if captured:
+            self._captured.clear()
 
     def fitting(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> Executable:
         """The plan that a call of this region runs by, with its code; its step fits the budget together with all else
