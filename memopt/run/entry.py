@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -27,7 +28,7 @@ from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, peak_above_lasting, returned_bytes
 from memopt.planning.plan import Plan
 from memopt.run.hosted import home_device
-from memopt.run.seen import ForwardGroups, LatestLooks, Overlap, SeenOverlaps
+from memopt.run.seen import REMEMBERED, ForwardGroups, LatestLooks, Overlap
 
 _TOLERANCE = 64
 """Tensors that appear on the device outside of a step are tolerated up to the parameters' bytes divided by this: a
@@ -141,8 +142,12 @@ class Entry:
     """The most bytes of gradients that one of its plans or plain steps counts; None before the first."""
     state_bytes: int | None = None
     """The most bytes of its optimizer's state that one of its plans or plain steps counts; None before the first."""
-    seen: SeenOverlaps = field(default_factory=SeenOverlaps)
-    """Which forwards of other models were seen to run during its own, and what they held."""
+    seen_meanwhile: deque[frozenset[Overlap]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """For each of its latest backwards, the steps of other models that ran since its forward."""
+    seen_later: deque[Overlap] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """For each of its latest backwards, the forwards of other models that waited then and had begun after its own."""
+    seen_models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """The optimised models that trained on the device when one of its backwards began."""
     latest_outputs: Sequence[WeakStorage] = ()
     """The storages of what the latest forward returned; callers often hold them until the next one returns."""
     later_bytes: int = 0
@@ -218,7 +223,12 @@ class Entry:
     @property
     def trained(self) -> bool:
         """Whether a backward of the model has begun before: from then on a `BudgetError` interrupts a training."""
-        return bool(self.seen.backward)
+        return bool(self.seen_later)
+
+    @property
+    def overlaps(self) -> frozenset[Overlap]:
+        """The steps of other models that were seen to run between its forwards and their backwards."""
+        return frozenset().union(*self.seen_meanwhile)
 
     @property
     def stepped(self) -> bool:

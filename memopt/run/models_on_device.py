@@ -78,10 +78,10 @@ class ModelsOnDevice:
         later = self.begun_since(forward)
         for other in later:
             other.overlaps.add(Overlap((), weakref.ref(forward.entry), begun_before=True))
-        seen = forward.entry.seen
-        seen.meanwhile.append(frozenset(forward.overlaps))
-        seen.backward.append(Overlap(tuple(weakref.ref(other.entry) for other in later)))
-        seen.known.update(other.model for other in self.others_training(forward.entry))
+        entry = forward.entry
+        entry.seen_meanwhile.append(frozenset(forward.overlaps))
+        entry.seen_later.append(Overlap(tuple(weakref.ref(other.entry) for other in later)))
+        entry.seen_models.update(other.model for other in self.others_training(entry))
 
     def begun_since(self, forward: Waiting) -> list[Waiting]:
         """The waiting forwards of other models that began after `forward`."""
@@ -91,7 +91,7 @@ class ModelsOnDevice:
     def knows(self, entry: Entry) -> bool:
         """Whether a backward of this model has shown for each other model whether the other runs between this model's
         forward and backward."""
-        return all(other.model in entry.seen.known for other in self.others_training(entry))
+        return all(other.model in entry.seen_models for other in self.others_training(entry))
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
         """The bytes that steps of other models need between the forward and the backward of this model, with nothing
@@ -99,8 +99,7 @@ class ModelsOnDevice:
         their `breadth`s divided by this model's. If it is known which models run in between (`knows`), only those
         count, and the second number is 0; else all other models count."""
         if self.knows(entry):
-            seen = frozenset().union(*entry.seen.meanwhile)
-            return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0
+            return max((overlap.held_bytes(least=False) for overlap in entry.overlaps), default=0), 0.0
         needs = [(other, other.step_bytes) for other in self.others_training(entry)]
         wanted = sum(one.peak for _, one in needs if one is not None)
         return wanted, sum(breadth(other.model) for other, one in needs if one is None) / breadth(entry.model)
@@ -108,8 +107,7 @@ class ModelsOnDevice:
     def intervening_backward_bytes(self, entry: Entry) -> int:
         """The bytes that the backward of another model needs beyond what its forward holds, where one was seen to run
         between the forward and the backward of this model; 0 where none was."""
-        seen = frozenset().union(*entry.seen.meanwhile)
-        before = [overlap.runs() for overlap in seen if overlap.begun_before and overlap.runs]
+        before = [overlap.runs() for overlap in entry.overlaps if overlap.begun_before and overlap.runs]
         found = [(other, one) for other in self.entries if other in before for one in other.waiting()]
         return max((other.peak_above_lasting(one.plan) - one.held_bytes for other, one in found), default=0)
 

@@ -191,7 +191,7 @@ class PendingForward(WaitingPlanned):
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
             Ledger.of(self.entry).backward_begins(self)
             self._check_autocast()
-            self.gradients_before = GradientsBefore.of(parameters)
+            self.gradients_before = GradientsBefore(parameters)
         if self.account.gradients_held or any(region.steps for region in self.plan.regions):
             self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
         others = [forward for forward in self.entry.waiting() if forward is not self]

@@ -7,7 +7,7 @@ Microbatches have one shape, so that everything is known before the first one is
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -36,7 +36,7 @@ from memopt.errors import BudgetError
 from memopt.planning.job_key import terms_of
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.run.loss import UntilTarget
+from memopt.run.loss import batch_loss
 from memopt.run.ranks import Ranks
 from memopt.run.session import Session, session_of
 
@@ -167,6 +167,35 @@ def _held(waiting: Mapping[int, int], loads: Mapping[int, _Load]) -> int:
     return sum(many * loads[number].held_bytes for number, many in waiting.items())
 
 
+class _UntilTarget(nn.Module):
+    """The last stage of a pipeline. In training, its module runs only when the target is known, so that module and loss
+    run as one planned region.
+
+    Until it is planned, and in evaluation, it runs as the plain stage."""
+
+    def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.module, self.loss_fn = stage.submod, loss_fn
+        self._stage = stage
+        self._given: tuple[torch.Tensor, ...] | None = None
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        """Returns what the module returns. In training, once planned, returns a view of the first input instead, which
+        the pipeline passes on to `loss`, where the module runs."""
+        if session_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
+            return self.module(*args)
+        self._given = args
+        return args[0].view_as(args[0])
+
+    def loss(self, output: Any, target: Any, **further: Any) -> Any:
+        """The loss of a microbatch, given what `forward` returned and the target."""
+        given, self._given = self._given, None
+        if given is None:
+            assert self.loss_fn is not None
+            return self.loss_fn(output, target, **further)
+        return batch_loss(self.module, (given, target), None)
+
+
 _ROOMY_BYTES = 2**60
 """A budget that exceeds the needs of any stage."""
 _ROUNDS = 3
@@ -193,7 +222,7 @@ class PlannedSchedule:
         self.schedule.step = self.step
         for stage in self._stages.values():
             if stage.is_last:
-                stage.submod = UntilTarget(stage, self._loss)
+                stage.submod = _UntilTarget(stage, self._loss)
                 set_loss(self.schedule, stage.submod.loss)
 
     def give_back(self) -> None:

@@ -6,7 +6,6 @@ import copyreg
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -197,29 +196,19 @@ def tighter(held_bytes: int) -> int:
     return held_bytes - held_bytes // _TIGHTER
 
 
-@dataclass(frozen=True, eq=False)
 class GradientsBefore:
-    """References to a model's gradients before a backward, and their versions: nothing is copied, as a backward adds to
-    gradients in place."""
+    """References to the gradients of parameters before a backward, and their versions: nothing is copied, as a backward
+    adds to gradients in place."""
 
-    parameters: tuple[tuple[nn.Parameter, weakref.ref[torch.Tensor] | None, int], ...]
-    """Each parameter with its gradient and that gradient's version; None and 0 without a gradient."""
-
-    @classmethod
-    def of(cls, parameters: Iterable[nn.Parameter]) -> GradientsBefore:
-        """The gradients that these parameters have now."""
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         gradients = [(one, one.grad) for one in parameters]
-        found = [(one, None, 0) if grad is None else (one, weakref.ref(grad), grad._version) for one, grad in gradients]
-        return cls(tuple(found))
+        self._missing = [one for one, grad in gradients if grad is None]
+        self._there = [(one, weakref.ref(grad), grad._version) for one, grad in gradients if grad is not None]
 
     def undo(self) -> bool:
         """Set gradients that did not exist when this object was made to None. Returns whether all those that existed
         then are unchanged; changed ones are left as they are."""
-        for parameter, before, _ in self.parameters:
-            if before is None:
-                parameter.grad = None
-        return all(
-            before is None
-            or (parameter.grad is not None and before() is parameter.grad and parameter.grad._version == version)
-            for parameter, before, version in self.parameters
-        )
+        for parameter in self._missing:
+            parameter.grad = None
+        now = [(one.grad, before(), version) for one, before, version in self._there]
+        return all(grad is not None and grad is before and grad._version == version for grad, before, version in now)

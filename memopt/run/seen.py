@@ -15,7 +15,7 @@ from memopt.account.elsewhere import Elsewhere
 from memopt.planning.derived import StepBytes
 from memopt.planning.plan import Plan
 
-_REMEMBERED = 16
+REMEMBERED = 16
 """The number of a model's latest backwards whose overlaps are remembered, and of groups of forwards whose sizes are."""
 
 
@@ -68,7 +68,7 @@ class ForwardGroups:
     then held; None before one."""
     _present: int = 0
     """The number of forwards of the present group so far."""
-    _earlier: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _earlier: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     """The sizes of earlier groups."""
 
     def begin(self, waiting: int) -> None:
@@ -139,18 +139,6 @@ def _step_bytes_of(entries: Iterable[weakref.ref[Any]]) -> Iterator[StepBytes]:
         entry = reference()
         if entry is not None and (needs := entry.step_bytes) is not None:
             yield needs
-
-
-@dataclass
-class SeenOverlaps:
-    """Which forwards of other models were seen to run or wait while those of one model waited."""
-
-    meanwhile: deque[frozenset[Overlap]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """For each of its latest backwards, the overlaps since its forward."""
-    backward: deque[Overlap] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """For each of its latest backwards, the forwards that waited then and had begun after its own."""
-    known: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    """The optimised models that trained on the device when one of its backwards began."""
 
 
 def room_for_others(seen: Iterable[Overlap], own_least: int, own_most: int, room_bytes: int) -> int:

@@ -204,7 +204,7 @@ class Share:
         levers on the optimizer, `parts` the model's modules and tensors, if the caller has them already."""
         parameters = (parts or Parts.of(self.model)).parameters
         held, stepped = _have_gradients(parameters), optimizer_choice.stepping is not None
-        if self.entry.seen.backward:
+        if self.entry.trained:
             self.entry.gradients_stay = held or bool(self.entry.gradients_stay)
         hooked = [parameter for parameter in with_hooks(parameters) if is_hooked(parameter, stepped=stepped)]
         if stepped or optimizer_choice.may_step_in_backward:
@@ -237,10 +237,10 @@ class Share:
         copy of this model."""
         if self.entry.fixed_bytes is not None:
             return False
-        if self.entry.seen.backward and self.entry.groups.done < 2 and moment.others_train:
+        if self.entry.trained and self.entry.groups.done < 2 and moment.others_train:
             return True
         self.ledger.now(replace(moment, closely=True) if self._others_there is None else moment)
-        before = self._others_there if self.entry.seen.backward else None
+        before = self._others_there if self.entry.trained else None
         return self._parameters_of_others() > (before or 0) + self.entry.notable_bytes
 
     def _parameters_of_others(self) -> int:
@@ -259,7 +259,7 @@ class Share:
         others = ledger.others_training(entry)
         if not ledger.knows(entry) or moment.waiting > entry.groups.others_expected:
             return None
-        seen = [overlap for overlap in frozenset().union(*entry.seen.meanwhile) if not overlap.begun_before]
+        seen = [overlap for overlap in entry.overlaps if not overlap.begun_before]
         intervening = ledger.intervening_backward_bytes(entry) if others else 0
         if not others or not seen or (needs := entry.step_bytes) is None:
             return intervening
@@ -267,7 +267,7 @@ class Share:
 
     def _left_later(self, moment: Moment) -> int:
         """The bytes to leave for forwards of other models that will exist during the backward."""
-        seen = [overlap for overlap in self.entry.seen.backward if overlap.waiting]
+        seen = [overlap for overlap in self.entry.seen_later if overlap.waiting]
         if not seen or (needs := self.entry.step_bytes) is None:
             return 0
         # Further forwards of this model are to wait beside them.
