@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -185,17 +185,14 @@ class _State:
         now = Attributes(self._module)
         values = [(tensor, tensor.detach().clone()) for tensor, *_ in self._values]
         self._attributes.restore()
-        _write((tensor, value) for tensor, _, value in self._values)
+        for tensor, _, value in self._values:
+            set_values(tensor, value)
         try:
             yield
         finally:
             now.restore()
-            _write(values)
-
-
-def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for tensor, value in values:
-        set_values(tensor, value)
+            for tensor, value in values:
+                set_values(tensor, value)
 
 
 @contextmanager

@@ -287,12 +287,6 @@ class Entry:
         """Whether it is known which optimizers step the model and which other tensors are on the device."""
         return self.fixed_bytes is not None or bool(self.looks)
 
-    def end_freed(self) -> None:
-        """Remove plain forwards whose graph was freed by a backward that did not begin at their outputs."""
-        for forward in self.plain_waiting():
-            if forward.freed:
-                self.plain.discard(forward)
-
     def begin(self, waiting: int) -> None:
         """Note that a forward begins while `waiting` others wait for their backward."""
         self.ending.clear()

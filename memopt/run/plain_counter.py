@@ -286,8 +286,10 @@ def kind_of_inputs(call: Call) -> tuple[Hashable, list[torch.Tensor]]:
     leaves, structure = _leaves(call)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    known = all(isinstance(leaf, _PLAIN) for leaf in others)
-    return (structure, repr(others), tuple(map(_without_sizes, tensors))) if known else None, tensors
+    if not all(isinstance(leaf, _PLAIN) for leaf in others):
+        return None, tensors
+    kinds = [(one.dtype, one.device, one.dim(), one.requires_grad, special_kind(one)) for one in tensors]
+    return (structure, repr(others), tuple(kinds)), tensors
 
 
 def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:
@@ -297,10 +299,6 @@ def _leaves(call: Call) -> tuple[Sequence[Any], Hashable]:
         return leaves, (len(call[0]), *call[1])
     nested, structure = tree_flatten(call)
     return nested, repr(structure)
-
-
-def _without_sizes(tensor: torch.Tensor) -> Hashable:
-    return tensor.dtype, tensor.device, tensor.dim(), tensor.requires_grad, special_kind(tensor)
 
 
 def sizes_of(tensors: Iterable[torch.Tensor]) -> Sizes:

@@ -154,8 +154,8 @@ class Share:
         """Record that a forward begins; returns the number of others that wait for their backward."""
         release_all()
         UntilBackward.drop()
-        for entry in self.ledger.entries:
-            entry.end_freed()
+        for forward in [one for entry in self.ledger.entries for one in entry.plain_waiting() if one.freed]:
+            forward.entry.plain.discard(forward)  # a backward that did not begin at its outputs has freed its graph
         waiting = self.waiting
         self.entry.begin(waiting)
         return waiting
