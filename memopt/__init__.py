@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         training_loss as training_loss,
         wrap_optimizer as wrap_optimizer,
     )
-    from memopt.checks import Comparison as Comparison, compare as compare
+    from memopt.checks.compare_step import compare as compare
+    from memopt.checks.comparison import Comparison as Comparison
     from memopt.checks.check import AccountCheck as AccountCheck, AccountRow as AccountRow, check as check
     from memopt.errors import (
         BudgetError as BudgetError,
@@ -107,8 +108,7 @@ def _version() -> str:
 
 
 def _check_passes() -> None:
-    """Raises `ImportError` if memopt's second package, `passes`, is missing, or another package of that name comes
-    before it."""
+    """Raises `ImportError` if memopt's package `passes` is missing, or another of that name comes before it."""
     home = Path(__file__).resolve().parents[1]
     spec = find_spec("passes")
     found = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)

@@ -35,8 +35,7 @@ from memopt.run.session import Session, session_of
 from memopt.run.status import Status, unwatch
 
 Model = TypeVar("Model", bound=nn.Module)
-# A budget in which no step needs to recompute.
-_ROOMY_GB = 2.0**40
+_ROOMY_GB = 2.0**40  # a budget in which no step needs to recompute
 
 
 @takes_options(StepOptions, DEFAULTS)
@@ -263,15 +262,8 @@ def max_length(
     Raises:
         BudgetError, ValueError: as in `max_batch`.
     """
-    return max_batch(
-        model,
-        budget_gb,
-        make_inputs,
-        multiple_of=multiple_of,
-        at_most=at_most,
-        max_added_time=max_added_time,
-        **options,
-    )
+    limits: Any = {"multiple_of": multiple_of, "at_most": at_most, "max_added_time": max_added_time}
+    return max_batch(model, budget_gb, make_inputs, **limits, **options)
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -322,8 +314,7 @@ def _session(model: nn.Module) -> Session:
 def remove(model: Model) -> Model:
     """Turn an optimised model back into the plain one, in place, and return it; a plain model is left as it is."""
     unwatch(model)
-    session = session_of(model)
-    if session is not None:
+    if (session := session_of(model)) is not None:
         session.give_back()
     return model
 

@@ -27,10 +27,8 @@ _PART_SECONDS = 600
 
 
 def cache_folder() -> Path:
-    """The folder `MEMOPT_CACHE_DIR` if that is set, else `memopt` in `XDG_CACHE_HOME` or in `~/.cache`.
-
-    It need not exist: `write_json` creates it. Raises `OSError` where no folder is named and the user has no home.
-    """
+    """The folder `MEMOPT_CACHE_DIR` if that is set, else `memopt` in `XDG_CACHE_HOME` or in `~/.cache`; it need not
+    exist. Raises `OSError` where no folder is named and the user has no home."""
     named = os.environ.get("MEMOPT_CACHE_DIR")
     try:
         if named:
@@ -50,12 +48,8 @@ def read_json(path: Path) -> Any | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` to `path` as `write_text` does, in a folder that is made if it does not exist, and deletes
-    temporary files that killed processes have left in the folder.
-
-    Raises `OSError` if the folder cannot be written to and `TypeError` if `value` is not JSON; the old file is then
-    unchanged.
-    """
+    """Writes `value` as `write_text` does, in a folder that is made if it does not exist, and deletes temporary files
+    that killed processes have left there. Raises `OSError` as that does, and `TypeError` if `value` is not JSON."""
     text = json.dumps(value, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
@@ -66,11 +60,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically: a reader sees the old file or the new one, never a part of it, also after
-    the process is killed or the machine stops.
-
-    Raises `OSError` if the folder cannot be written to or the disk is full; the old file is then unchanged.
-    """
+    """Writes `text` to `path` atomically: a reader sees the old file or the new one, also after the process is killed
+    or the machine stops. Raises `OSError` if it cannot be written; the old file is then unchanged."""
     path = Path(os.path.realpath(path))  # a link stays one
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")  # a device or a pipe, which cannot be replaced
@@ -107,8 +98,7 @@ ValueT = TypeVar("ValueT")
 
 
 def as_json(value: DataclassInstance) -> dict[str, Any]:
-    """The fields of a frozen dataclass as values for JSON, without those whose metadata is `LIVE` (objects of this
-    process)."""
+    """The fields of a frozen dataclass as values for JSON, without those whose metadata is `LIVE`."""
     return {field.name: _plain(getattr(value, field.name)) for field in _saved(type(value))}
 
 
@@ -140,12 +130,9 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def value_from(kind: type[ValueT], value: Any) -> ValueT:
-    """`value`, which was read from JSON, as a value of the type `kind`: a dataclass whose fields are numbers,
-    booleans, texts, literals, dataclasses, tuples or mappings of these, or None where their types allow it.
-
-    Types are checked strictly: True is no number, and numbers must be finite. Fields for which a dataclass has a
-    default may be missing. Raises `ValueError`, with the path within `value`, at the first value of another type, and
-    for a field that is unknown or missing."""
+    """`value`, read from JSON, as a value of the type `kind`: a dataclass, number, boolean, text or literal, a tuple or
+    mapping of these, or None where that is allowed. Types are checked strictly: True is no number, and numbers must be
+    finite. Fields with a default may be missing. Raises `ValueError`, with the path within `value`."""
     result: ValueT = _read(kind, value, kind.__name__)
     return result
 
@@ -192,19 +179,13 @@ def _dataclass(kind: type[DataclassInstance], value: Any, place: str) -> Any:
 
 def _tuple(inner: tuple[Any, ...], value: Any, place: str) -> tuple[Any, ...]:
     _check(isinstance(value, list), tuple, value, place)
-    if inner[-1] is Ellipsis:
-        return tuple(_read(inner[0], item, f"{place}[{number}]") for number, item in enumerate(value))
-    if len(inner) != len(value):
+    kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+    if len(kinds) != len(value):
         raise ValueError(f"{place} must have {len(inner)} items, not {len(value)}")
-    return tuple(
-        _read(one, item, f"{place}[{number}]") for number, (one, item) in enumerate(zip(inner, value, strict=True))
-    )
+    return tuple(_read(kind, item, f"{place}[{at}]") for at, (kind, item) in enumerate(zip(kinds, value, strict=True)))
 
 
-@lru_cache(maxsize=64)
-def _types(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, with annotations that are texts evaluated."""
-    return get_type_hints(kind)
+_types = lru_cache(maxsize=64)(get_type_hints)
 
 
 def _saved(kind: type[DataclassInstance]) -> list[Field[Any]]:

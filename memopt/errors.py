@@ -30,11 +30,6 @@ class Way:
     sentence: str = ""
     """All of this as one sentence."""
 
-    @property
-    def cost(self) -> tuple[bool, float]:
-        """A key that sorts the cheapest way first: whether its time was not estimated, and its seconds (0 if not)."""
-        return self.added_seconds is None, self.added_seconds or 0.0
-
 
 class BudgetError(ValueError):
     """Raised where no plan keeps the training step within the budget, so that no step is taken.
@@ -75,7 +70,8 @@ class BudgetError(ValueError):
         self.budget_gb = budget_bytes / GIB
         self.smallest_gb = smallest_bytes / GIB
         self.dominated_by = dominated_by
-        self.notes, self.ways = tuple(further), tuple(sorted(ways, key=lambda way: way.cost))
+        self.notes = tuple(further)
+        self.ways = tuple(sorted(ways, key=lambda way: (way.added_seconds is None, way.added_seconds or 0.0)))
         self.proposals, self.smallest_with = proposals, dict(smallest_with or {})
         self.untried = tuple(untried)
         figure = f"{round_up(self.smallest_gb)} GB"
@@ -100,10 +96,8 @@ class BudgetError(ValueError):
         lines = [f"missing: {'' if self.least else 'at most '}{figure}"] * bool(lacking)
         lines += [f"note: {note}" for note in self.notes]
         if self.ways:
-            lines += [
-                "ways out, the cheapest first:",
-                *_row("peak", "time a step", "what to type, and what it changes"),
-            ]
+            lines.append("ways out, the cheapest first:")
+            lines += _row("peak", "time a step", "what to type, and what it changes")
         for way in self.ways:
             seconds = way.added_seconds
             time = "not priced" if seconds is None else f"{1e3 * seconds:+.3g} ms" if seconds else "none"
@@ -112,22 +106,13 @@ class BudgetError(ValueError):
 
     def adding(self, *further: str, smallest_bytes: int | None = None) -> BudgetError:
         """The same error with further notes, and with another smallest budget in bytes if one is given."""
-        return BudgetError(
-            self.budget_bytes,
-            self.smallest_bytes if smallest_bytes is None else smallest_bytes,
-            self.dominated_by,
-            least=self.least,
-            further=(*self.notes, *further),
-            ways=self.ways,
-            proposals=self.proposals,
-            smallest_with=self.smallest_with,
-            untried=self.untried,
-        )
+        smallest = self.smallest_bytes if smallest_bytes is None else smallest_bytes
+        given: Any = {one: getattr(self, one) for one in ("least", "ways", "proposals", "smallest_with", "untried")}
+        return BudgetError(self.budget_bytes, smallest, self.dominated_by, further=(*self.notes, *further), **given)
 
 
 def _row(peak: str, time: str, *texts: str) -> list[str]:
-    """The lines of a row of the table of ways. `texts` are below each other, broken at 80 columns, except the first,
-    which is to be copied."""
+    """The lines of a row of the table of ways: `texts` below each other, the first, to be copied, unbroken."""
     head = f"  {peak:<12}{time:<13}"
     blank = " " * len(head)
     lines = [head + texts[0]]
@@ -179,11 +164,9 @@ def without_frames(error: Refusal) -> Refusal:
 
 
 def would_do(needed_bytes: int, budget_bytes: int) -> str:
-    """The words "this budget would do, with 3.2% to spare", for a change with which the step needs `needed_bytes` of a
-    budget of `budget_bytes`. The percentage is rounded down."""
-    return (
-        f"this budget would do, with {max(0, 1000 * (budget_bytes - needed_bytes) // budget_bytes) / 10:.1f}% to spare"
-    )
+    """The words "this budget would do, with 3.2% to spare", for a step that needs `needed_bytes`; rounded down."""
+    spare = max(0, 1000 * (budget_bytes - needed_bytes) // budget_bytes) / 10
+    return f"this budget would do, with {spare:.1f}% to spare"
 
 
 def round_up(gb: float) -> str:

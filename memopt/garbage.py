@@ -19,9 +19,8 @@ _running: list[tuple[int, int, int]] = []
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Context in which Python's garbage collector runs rarely, in all threads; never more often than before.
-
-    If it is turned off, it stays off. When the last active context ends, the old thresholds are set again."""
+    """Context in which Python's garbage collector runs rarely, in all threads, or not at all if it is turned off. When
+    the last active context ends, the old thresholds are set again."""
     with _lock:
         _running.append(_running[0] if _running else gc.get_threshold())
         if _running[0][0]:

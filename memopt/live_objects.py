@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,30 +20,20 @@ _KINDS: tuple[type, ...] = torch.Tensor, torch.optim.Optimizer, _Mark
 
 
 def live_objects(*kinds: type) -> list[Any]:
-    """The objects of these classes, or of classes derived from them, that Python's garbage collector tracks. For
-    tensors and optimizers, calls after the first rarely go through all objects of the process."""
-    known = all(issubclass(kind, _KINDS) for kind in kinds)
-    return _of(kinds, _old.with_young() if known else gc.get_objects())
+    """The living tensors or optimizers, of these classes or of classes derived from them."""
+    return _of(kinds, _old.with_young())
 
 
-def _of(kinds: tuple[type, ...], candidates: Iterable[Any]) -> list[Any]:
-    wanted: dict[type, bool] = {}
-    found = []
-    for candidate in candidates:
-        # type(), not isinstance: the latter runs `__class__` properties of lazy modules and proxies.
-        kind = type(candidate)
-        is_wanted = wanted.get(kind)
-        if is_wanted is None:
-            is_wanted = wanted[kind] = issubclass(kind, kinds)
-        if is_wanted:
-            found.append(candidate)
-    return found
+def _of(kinds: tuple[type, ...], candidates: list[Any]) -> list[Any]:
+    # type(), not isinstance: the latter runs `__class__` properties of lazy modules and proxies.
+    wanted = {kind for kind in set(map(type, candidates)) if issubclass(kind, kinds)}
+    return [one for one in candidates if type(one) in wanted]
 
 
 def _young() -> list[Any]:
     """The tensors, optimizers and marks in the younger two generations."""
-    # An object that moves between these two calls is found twice. One list of both would contain itself.
-    return _of(_KINDS, chain(gc.get_objects(0), gc.get_objects(1)))
+    # An object that moves between these two calls is found twice.
+    return _of(_KINDS, gc.get_objects(0)) + _of(_KINDS, gc.get_objects(1))
 
 
 class _OldObjects:
@@ -67,20 +56,15 @@ class _OldObjects:
         with self._lock:
             if self._before_collection not in gc.callbacks:
                 gc.callbacks.append(self._before_collection)
-            found, frozen = self._now(), gc.get_freeze_count()
-            if (
-                self._mark is None or id(self._mark) not in found or frozen != self._frozen
-            ):  # gc.freeze() and gc.unfreeze() move objects, too
+            young, frozen = _young(), gc.get_freeze_count()
+            promoted, self._promoted = self._promoted, []
+            alive = (one for reference in (*self._known, *promoted) if (one := reference()) is not None)
+            found = {id(one): one for one in (*alive, *young)}
+            # gc.freeze() and gc.unfreeze() move objects, too
+            if self._mark is None or id(self._mark) not in found or frozen != self._frozen:
                 found = {id(one): one for one in _of(_KINDS, gc.get_objects())}
             self._known, self._mark, self._frozen = list(map(weakref.ref, found.values())), _Mark(), frozen
             return list(found.values())
-
-    def _now(self) -> dict[int, Any]:
-        """The known ones that are alive, and those in the younger generations, by their `id`."""
-        young = _young()
-        promoted, self._promoted = self._promoted, []
-        alive = [one for reference in (*self._known, *promoted) if (one := reference()) is not None]
-        return {id(one): one for one in (*alive, *young)}
 
     def _before_collection(self, phase: str, details: Mapping[str, int]) -> None:
         if phase == "start" and details["generation"]:

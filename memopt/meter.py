@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
-from types import TracebackType
 from typing import ClassVar
 
 import torch
@@ -15,10 +14,9 @@ from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import plain_tensors
 from memopt.compat.tensors import is_wrapper, special_kind, storages_of
 from memopt.device.devices import DEVICES, device_in_use, device_of
+from memopt.errors import GIB
 from memopt.live_objects import live_objects
 from passes.ops.offload_ops import host_memory
-
-GB = 1024**3
 
 
 class PeakMeter:
@@ -45,18 +43,19 @@ class PeakMeter:
     @property
     def gb(self) -> float:
         """`bytes` in GB of 1024³."""
-        return self.bytes / GB
+        return self.bytes / GIB
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that were allocated when the block was entered."""
-        self._check_ended()
-        return self._resident
+        return self.bytes - self.allocated_bytes
 
     @property
     def allocated_bytes(self) -> int:
         """The most bytes that the block held at once beyond `resident_bytes`, at least 0."""
-        return self._check_ended()
+        if self._allocated is None:
+            raise RuntimeError("the peak is known once the `with memopt.measure_peak()` block has ended")
+        return self._allocated
 
     listeners: ClassVar[list[Callable[[Sequence[int]], None]]] = []
     """Functions that are called when the block of a meter of the CPU ends, with its events in order: bytes allocated,
@@ -71,9 +70,8 @@ class PeakMeter:
         return next((meter for meter in reversed(cls._running) if meter._thread == thread), None)
 
     def held_bytes(self) -> int:
-        """The bytes that are allocated now, for a meter of the CPU inside its block. In a backward, and where torch has
-        only kineto's profiler, allocations are known only once the block has ended: the result is then that of the
-        previous call, or the bytes at the entry of the block."""
+        """The bytes that are allocated now, for a meter of the CPU inside its block; in a backward, and where torch has
+        only kineto's profiler, those of the previous call, or of the entry of the block."""
         assert self._events is not None
         self._now += sum(self._events.since_last() or ())
         return self._now
@@ -83,25 +81,26 @@ class PeakMeter:
             raise RuntimeError("this meter has been used: measure_peak() makes a new one for each block")
         kind = device_of(self.device)
         if kind.caching:
-            _begin_counted(self.device)
+            with _lock:
+                if self.device in _counted:
+                    raise RuntimeError(
+                        f"memory cannot be metered here: another memopt meter is active on {self.device}; end its "
+                        "block first"
+                    )
+                _counted.add(self.device)
             self._resident = kind.allocated_bytes(self.device)
             kind.reset_peak(self.device)
             return self
-        blocks = resident_cpu_blocks()
         events, self._thread = MemoryEvents(), threading.get_ident()
-        events.start()
+        blocks = start_with_resident(events)
         self._events = events
-        for address, nbytes in blocks.items():
-            events.declare(address, nbytes)
         events.since_last()
         self._resident, self._blocks = sum(blocks.values()), len(blocks)
         self._now = self._resident
         self._running.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._events is not None:
             self._running.remove(self)
             inside = self._events.stop()[self._blocks :]
@@ -117,11 +116,6 @@ class PeakMeter:
         else:
             _counted.discard(self.device)
         self._allocated = max(0, device_of(self.device).peak_bytes(self.device) - self._resident)
-
-    def _check_ended(self) -> int:
-        if self._allocated is None:
-            raise RuntimeError("the peak is known once the `with memopt.measure_peak()` block has ended")
-        return self._allocated
 
     def __repr__(self) -> str:
         if self._allocated is None:
@@ -156,11 +150,18 @@ def measure_peak(device: torch.device | str | int | None = None) -> PeakMeter:
 
 
 def resident_cpu_blocks() -> dict[int, int]:
-    """The CPU memory blocks that Python's tensors now hold, as bytes by address, each once for all of its views.
-
-    Fake and meta tensors hold none. Tensor subclasses are counted by the tensors inside them.
-    """
+    """The CPU memory that Python's tensors hold, as bytes by address of a block, each once for all of its views. Fake
+    and meta tensors hold none."""
     return blocks_of(live_objects(torch.Tensor), HOST)
+
+
+def start_with_resident(events: MemoryEvents) -> dict[int, int]:
+    """Start to record events, first of the CPU memory blocks that Python's tensors hold; returns these blocks."""
+    blocks = resident_cpu_blocks()
+    events.start()
+    for address, nbytes in blocks.items():
+        events.declare(address, nbytes)
+    return blocks
 
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
@@ -176,9 +177,8 @@ def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
 def largest_at(
     addresses: Collection[int], tensors: Iterable[torch.Tensor], device: torch.device
 ) -> dict[int, torch.Tensor]:
-    """The largest tensor in each memory block, by the block's address, among `tensors` and their gradients on the
-    device. Only the blocks at `addresses` count; one without a tensor is left out. A sparse or nested tensor is
-    returned only where no other lies in the block."""
+    """The largest tensor in each memory block at one of `addresses`, among `tensors` and their gradients on the device;
+    a sparse or nested one only where no other lies in the block."""
     found: dict[int, tuple[int, torch.Tensor]] = {}
     with plain_tensors(), torch.no_grad():
         for tensor, address, _ in _blocks(tensors, device) if addresses else ():
@@ -189,12 +189,10 @@ def largest_at(
 
 
 def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Each tensor or gradient with the address and the bytes of each block on the device that it lies in; what was
-    offloaded to the host is left out."""
+    """Each tensor or gradient with the address and bytes of each of its blocks that is on the device."""
     offloaded = host_memory(HOST.type).holds if device.type == HOST.type else None
     for tensor in _with_gradients(one for one in tensors if type(one) is not FakeTensor):
-        for storage in _storages(tensor, device):
-            address, nbytes = _address(storage), storage.nbytes()
+        for address, nbytes in _storages(tensor, device):
             # Storages made by numpy or in shared memory may alias one block; what is offloaded lies on no device.
             if address and nbytes and not (offloaded and offloaded(address)):
                 yield tensor, address, nbytes
@@ -217,38 +215,21 @@ def _is_leaf(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _storages(tensor: torch.Tensor, device: torch.device) -> Iterable[torch.UntypedStorage]:
+def _storages(tensor: torch.Tensor, device: torch.device) -> list[tuple[int, int]]:
+    """The address and the bytes of each storage of a tensor on the device. The tensors inside a wrapper are found by
+    themselves; opaque tensors have no storage of their own, and wrappers that a tracer left behind no address."""
     try:
-        if tensor.device != device:
-            return ()
-        if is_wrapper(tensor):
-            return ()  # the tensors inside it are found by themselves
-        return [storage for storage in storages_of(tensor) if storage.device == device]
+        if tensor.device != device or is_wrapper(tensor):
+            return []
+        return [(one.data_ptr(), one.nbytes()) for one in storages_of(tensor) if one.device == device]
     except (NotImplementedError, RuntimeError):
-        return ()  # opaque tensors have no storage of their own
-
-
-def _address(storage: torch.UntypedStorage) -> int:
-    """The address of the storage's memory, or 0 if it has none, as in wrappers that a tracer left behind."""
-    try:
-        return storage.data_ptr()
-    except RuntimeError:  # "Attempted to access the data pointer on an invalid python storage"
-        return 0
+        return []
 
 
 _counted: set[torch.device] = set()
 """The devices whose allocator's statistics a meter reads now. A second meter on a device would reset those of the
 first."""
 _lock = threading.Lock()
-
-
-def _begin_counted(device: torch.device) -> None:
-    with _lock:
-        if device in _counted:
-            raise RuntimeError(
-                f"memory cannot be metered here: another memopt meter is active on {device}; end its block first"
-            )
-        _counted.add(device)
 
 
 def _meter_device(device: torch.device | str | int | None) -> torch.device:

@@ -35,13 +35,10 @@ def as_microbatches(batch: Any, microbatches: int = 1) -> list[Any]:
 
 
 def split(batch: Any, pieces: int) -> list[Any]:
-    """The batch as a list of `pieces` batches with equal numbers of samples, which are views of it.
-
-    Every tensor, however deeply nested, is split along its first dimension. Scalars and other values go to every piece.
-
-    Raises `ValueError` if the batch is empty, if its tensors have different first dimensions, or if these are not a
-    multiple of `pieces`; `TypeError` if it is not a batch.
-    """
+    """The batch as `pieces` batches with equal numbers of samples, which are views of it: every tensor is split along
+    its first dimension; scalars and other values go to every piece. Raises `ValueError` if the batch is empty, if its
+    tensors have different first dimensions, or if these are no multiple of `pieces`; `TypeError` if it is not a
+    batch."""
     if isinstance(batch, list):
         batch = tuple(batch)
     if not isinstance(batch, (Mapping, tuple, torch.Tensor)):

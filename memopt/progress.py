@@ -47,18 +47,16 @@ class _OfThread(threading.local):
 _own = _OfThread()
 _terminal = threading.Lock()
 """Held by the thread that has the progress line: a terminal has room for one."""
-_line_of: list[Callable[[str], None]] = []
-"""Functions that write lines about stages elsewhere than to the log; the last one is called."""
+_on_stderr: list[None] = []
+"""An element for each `lines_on_stderr` that is active."""
 
 
 @contextmanager
 def stage(name: str) -> Iterator[Callable[[str], None]]:
-    """Context for a stage of long work; it yields a function that reports how far the stage has come, as text.
-
-    On a terminal the outermost running stage and the innermost one share a line with the seconds so far. A stage
-    that took a second or more is written with its seconds when it ends: to the log "memopt" at level INFO (shorter
-    ones at DEBUG), and on a terminal for the outermost stage only. Reports within a stage are logged at most every
-    ten seconds."""
+    """Context for a stage of long work; it yields a function that reports how far the stage has come, as text. On a
+    terminal the outermost running stage and the innermost one share a line with the seconds so far. A stage that took a
+    second or more is written with its seconds when it ends: to the log "memopt" at level INFO (shorter ones at DEBUG),
+    and on a terminal for the outermost only. Reports are logged at most every ten seconds."""
     now = time.perf_counter()
     running = _Stage(name, now, now)
     _own.stages.append(running)
@@ -78,24 +76,22 @@ def say(detail: str) -> None:
 
 
 def tell(text: str, level: int = logging.INFO) -> None:
-    """Write a line to the log "memopt". A line of level INFO or above also goes to stderr, unless stderr is a terminal,
-    a `stage` is running, `lines_on_stderr` is active, the program has set up logging, or the level of the logger
-    "memopt" is above `level`."""
+    """Write a line to the log "memopt". From level INFO it also goes to stderr, unless that is a terminal, a `stage` or
+    `lines_on_stderr` is active, or the program has set up logging or a higher level for the logger."""
     _log.log(level, "%s", text)
     heard = _log.hasHandlers() or _log.level > level or level < logging.INFO
-    if not (heard or _own.stages or _line_of or _console.is_terminal):
+    if not (heard or _own.stages or _on_stderr or _console.is_terminal):
         _print(text)
 
 
 @contextmanager
 def lines_on_stderr() -> Iterator[None]:
-    """Context in which the lines about stages that the log gets at level INFO are also written to stderr, unless stderr
-    is a terminal."""
-    _line_of.append(lambda text: None if _console.is_terminal else _print(text))
+    """Context in which lines about stages of level INFO also go to stderr, unless stderr is a terminal."""
+    _on_stderr.append(None)
     try:
         yield
     finally:
-        _line_of.pop()
+        _on_stderr.pop()
 
 
 def _print(text: str) -> None:
@@ -112,8 +108,7 @@ def _say(running: _Stage, detail: str) -> None:
 
 
 def _leave_line(running: _Stage) -> None:
-    """Write the line about a stage that has ended, if it took long, and add its seconds to those of the outermost
-    stage's parts."""
+    """Write the line about a stage that has ended, if it took long, and add its seconds to the outermost stage's."""
     seconds = time.perf_counter() - running.started
     outer = _own.stages[0]
     if running is not outer:
@@ -129,14 +124,13 @@ def _leave_line(running: _Stage) -> None:
 
 def _write(text: str) -> None:
     _log.info("%s", text)
-    for write in _line_of[-1:]:
-        write(text)
+    if _on_stderr and not _console.is_terminal:
+        _print(text)
 
 
 @contextmanager
 def _line() -> Iterator[None]:
-    """Context with the progress line, for the outermost stage on a terminal; for other stages it only updates the
-    line."""
+    """Context with the progress line, for the outermost stage on a terminal; others only update it."""
     if len(_own.stages) > 1 or not _console.is_terminal or not _terminal.acquire(blocking=False):
         _show()
         yield

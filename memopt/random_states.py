@@ -36,10 +36,8 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of four random generators: Python's, numpy's, torch's on the CPU and torch's on `device`.
-
-    Of torch's generator on the CPU a copy is returned, since a state tensor would count as memory of the step.
-    """
+    """The states of Python's random generator, numpy's, torch's on the CPU and torch's on `device`. That on the CPU is
+    a copied generator, since a state tensor would count as memory of the step."""
     own = device_of(device).generator_state(device)
     return random.getstate(), np.random.get_state(), torch.default_generator.clone_state(), own
 

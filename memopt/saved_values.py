@@ -15,7 +15,6 @@ from memopt.compat.host import HOST, is_on_host
 from memopt.compat.tensors import has_no_storage, is_wrapper, same_bits, set_values, special_kind, with_memory
 from memopt.device.devices import device_of
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NEVER = -1
 """A version that no tensor has."""
 _COPIED_BYTES = 64 * 1024
@@ -67,8 +66,7 @@ class SavedValues:
         return [tensor for one, *_ in self.tensors if (tensor := one()) is not None]
 
     def written(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """The tensors that are still alive and whose version has changed since this object was made: their positions,
-        the tensors, and their copies or None."""
+        """The living tensors whose version has changed: their positions, the tensors, their copies or None."""
         for number, (reference, version, kept) in enumerate(self.tensors):
             tensor = reference()
             if tensor is not None and tensor._version != version:
@@ -79,10 +77,9 @@ class SavedValues:
         return all(kept is not None for *_, kept in self.written())
 
     def undo(self) -> bool:
-        """Copy the saved values back into the tensors that were written to since this object was made. Returns whether
-        each of these has a copy; those without one keep their new values. Tensors whose version is unchanged are
-        compared with their copies, since some kernels, such as that of batch normalisation, write without incrementing
-        the version."""
+        """Copy the saved values back into the tensors that were written to since; returns whether each of these has a
+        copy. Those of an unchanged version are compared, since some kernels, as of batch normalisation, do not raise
+        it."""
         for reference, version, kept in self.tensors:
             if kept is None or (tensor := reference()) is None:
                 continue
@@ -104,30 +101,27 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor in host memory; that of a tensor on the CPU is allocated by numpy, so that it does not count
-    as memory of the step."""
+    """A copy of a tensor in host memory; that of one on the CPU is numpy's, so that it is no memory of the step."""
     return _outside(tensor)()
 
 
 def _outside(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that returns a copy of the tensor's present values, as `apart` does. The copy becomes a tensor only
-    then: a meter would count a tensor."""
-    bits, dtype = _BITS.get(tensor.itemsize), tensor.dtype
-    if not (has_version(tensor) and is_on_host(tensor)) or bits is None or tensor.is_conj() or tensor.is_neg():
+    """A function that returns a copy of the tensor's present values as a tensor, which a meter counts only then."""
+    dtype, plain = tensor.dtype, has_version(tensor) and is_on_host(tensor)
+    if not plain or tensor.itemsize > 8 or tensor.is_conj() or tensor.is_neg():
         copy = on_host(tensor)
         return lambda: copy
     array = np.empty(tensor.shape, f"i{tensor.itemsize}")
-    # Not by `tensor.numpy()`, after which the tensor could no longer be resized.
-    torch.from_numpy(array).copy_(tensor.detach().view(bits))
+    bits = torch.from_numpy(array)
+    bits.copy_(tensor.detach().view(bits.dtype))  # not by `numpy()`, after which the tensor could not be resized
     return lambda: torch.from_numpy(array).view(dtype)
 
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = None) -> Iterator[None]:
-    """A context after which those of `tensors` that its block wrote to have their old values again; their positions
-    in `tensors` are added to `written`. Copies of all are held in host memory during the block. Of sparse and nested
-    tensors, the tensors inside are restored. Other tensor subclasses, and tensors on "meta" or made in inference mode,
-    are skipped."""
+    """A context after which those of `tensors` that its block wrote to have their old values again; their positions are
+    added to `written`. Copies are in host memory meanwhile. Sparse and nested tensors are restored inside; other
+    subclasses, and tensors on "meta" or of inference mode, are skipped."""
     parts = ((number, part) for number, tensor in enumerate(tensors) for part in parts_of(tensor))
     numbered = [(number, part) for number, part in parts if has_version(part)]
     before = SavedValues.of((tensor, apart(tensor)) for _, tensor in numbered)
@@ -140,20 +134,16 @@ def values_restored(tensors: Iterable[torch.Tensor], written: set[int] | None = 
 
 
 def written_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a forward of the model wrote to within `parameters_restored`, as that of a momentum encoder
-    does."""
+    """The parameters that a forward wrote to within `parameters_restored`, as a momentum encoder's does."""
     names = _written.get(model, ())
     return [parameter for name, parameter in model.named_parameters() if name in names] if names else []
 
 
 @contextmanager
 def parameters_restored(model: nn.Module, *, restore: bool = True) -> Iterator[None]:
-    """A context after which parameters that the forward has written to have their old values again, unless `restore` is
-    False; `written_parameters` returns them from then on.
-
-    Copies are kept in host memory during the block: of all parameters, or, if that takes more than half of what is
-    free, of those that are not trained; of none if even these are too large.
-    """
+    """A context after which parameters that a forward wrote to have their old values again, unless `restore` is False,
+    and are among `written_parameters`. Copies are in host memory meanwhile: of all, of the frozen ones if these take
+    more than half of what is free, or of none."""
     named = {name: one for name, one in model.named_parameters() if has_version(one) and one.untyped_storage().nbytes()}
     frozen = {name: one for name, one in named.items() if not one.requires_grad}
     free = device_of(HOST).free_bytes(HOST)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import is_
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from memopt.compat.host import HOST
 from memopt.compat.modules import buffers_in, cached_parametrizations, modules_of
@@ -46,26 +47,18 @@ class Attributes:
     Values that are written in place are not restored; for what `tensors` yields, `values_restored` does that."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = {id(vars(one)): vars(one) for one in model.modules()}
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found.values()]
-        held = {id(value): value for table, _ in self._tables for value in table.values() if type(value) in _CONTAINERS}
-        cached = cached_parametrizations()
-        held[id(cached)] = cached
-        self._contents = [(container, container.copy()) for container in held.values()]
-        values = {id(value): value for table, _ in self._tables for value in table.values()}
-        values |= {
-            id(value): value
-            for forward in {type(one).forward for one in model.modules()}
-            for value in _named_in(forward)
-        }
-        self._generators = [(one, state_of(one)) for one in values.values() if isinstance(one, GENERATORS)]
+        tables = list({id(vars(one)): vars(one) for one in model.modules()}.values())
+        values = {id(value): value for table in tables for value in table.values()}
+        held = [value for value in values.values() if type(value) in _CONTAINERS]
+        forwards = {type(one).forward for one in model.modules()}
+        values |= {id(value): value for forward in forwards for value in _named_in(forward)}
+        self._own = {id(table[name]) for table in tables for name in ("_parameters", "_buffers") if name in table}
+        self._contents: Contents = [(one, one.copy()) for one in (*tables, *held, cached_parametrizations())]
+        self._generators: Contents = [(one, state_of(one)) for one in values.values() if isinstance(one, GENERATORS)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors among the attributes and their elements, without parameters, buffers and tensor
-        subclasses."""
-        tables = [values for _, values in self._tables]
-        own = {id(table[name]) for table in tables for name in ("_parameters", "_buffers") if name in table}
-        for values in (*tables, *(values for container, values in self._contents if id(container) not in own)):
+        """The tensors among the attributes and their elements, without parameters, buffers and subclasses."""
+        for values in (values for container, values in self._contents if id(container) not in self._own):
             for value in values.values() if isinstance(values, dict) else values:
                 if type(value) is torch.Tensor:
                     yield value
@@ -73,20 +66,18 @@ class Attributes:
     def have_changed(self) -> bool:
         """Whether an attribute of a module, or an element of one of its containers, was set, added or deleted since
         this object was made. Objects are compared by identity, so that values written in place do not count."""
-        tables = [(table, values) for table, values in self._tables]
-        tables += [(container, values) for container, values in self._contents if isinstance(container, dict)]
-        others = [(container, values) for container, values in self._contents if not isinstance(container, dict)]
-        same = all(now.keys() == then.keys() and all(map(is_, now.values(), then.values())) for now, then in tables)
-        return not (same and all(len(now) == len(then) and all(map(is_, now, then)) for now, then in others))
+        return not all(_same(now, then) for now, then in self._contents)
 
     def restore(self) -> None:
         """Set all attributes, elements and generators to what they were when this object was made."""
-        for table, values in self._tables:
-            table.clear()
-            table.update(values)
-        refill(self._contents)
-        for generator, state in self._generators:
-            set_state(generator, state)
+        refill(self._contents + self._generators)
+
+
+def _same(now: Any, then: Any) -> bool:
+    """Whether a container has the keys and, by identity, the elements of `then`."""
+    if isinstance(now, dict):
+        return now.keys() == then.keys() and all(map(is_, now.values(), then.values()))
+    return len(now) == len(then) and all(map(is_, now, then))
 
 
 def _named_in(function: Any) -> Iterator[Any]:
@@ -144,7 +135,6 @@ def containers_restored(call: Any) -> Iterator[None]:
         refill(contents)
 
 
-@dataclass(frozen=True)
 class ForwardState:
     """The attributes, buffers and random states of a model before a forward, and the values of its inputs, to be
     restored if the forward is abandoned.
@@ -152,39 +142,34 @@ class ForwardState:
     Large tensors are not copied, except inputs and parameters that are known to be written to: a forward that writes to
     another large one cannot be undone."""
 
-    model: nn.Module
-    device: torch.device
-    attributes: Attributes
-    values: SavedValues
-    """The values of buffers, of other tensors that are attributes of modules, of parameters that the forward is known
-    to write to, and of inputs."""
-    generators: tuple[Any, ...]
-    histories: Mapping[str, Mapping[str, torch.Tensor]]
-    """The histories of largest magnitudes that 8-bit layers with delayed scaling keep."""
+    def __init__(self, model: nn.Module, attributes: Attributes, values: SavedValues) -> None:
+        self.model, self.attributes = model, attributes
+        self.values = values
+        """The values of buffers, of other tensors that are attributes of modules, of parameters that the forward is
+        known to write to, and of inputs."""
+        self.device = _device_of(model)
+        self.generators = generator_states(self.device)
+        self._histories = histories_state(model)  # the largest magnitudes that 8-bit layers with delayed scaling keep
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Iterable[torch.Tensor], written: Collection[int]) -> ForwardState:
-        """The current state of `model` and its inputs. `written` has the positions of the inputs that the forward is
-        known to write to."""
+        """The state of `model` and its inputs, of which the forward writes to those at the positions `written`."""
         attributes = Attributes(model)
         found = [(one, set_aside(one)) for one in (*model.buffers(), *filter(has_version, attributes.tensors()))]
         found += [(one, apart(one)) for one in written_parameters(model)]
         for number, tensor in enumerate(inputs):
             if has_version(tensor):
                 found.append((tensor, on_host(tensor) if number in written else set_aside(tensor)))
-        device = _device_of(model)
-        return cls(model, device, attributes, SavedValues.of(found), generator_states(device), histories_state(model))
+        return cls(model, attributes, SavedValues.of(found))
 
     @classmethod
-    def whole(cls, model: nn.Module) -> ForwardState:
+    def whole(cls, model: nn.Module) -> Self:
         """The current state of `model`, with copies in host memory of all tensors but parameters; of sparse and nested
         buffers, copies of the tensors inside."""
         attributes = Attributes(model)
         found = [part for one in model.buffers() for part in parts_of(one)]
         found += [part for one in attributes.tensors() for part in parts_of(one) if has_version(part)]
-        values = SavedValues.of((part, apart(part)) for part in found)
-        device = _device_of(model)
-        return cls(model, device, attributes, values, generator_states(device), histories_state(model))
+        return cls(model, attributes, SavedValues.of((part, apart(part)) for part in found))
 
     def can_be_undone(self) -> bool:
         """Whether every tensor that was written to since this state was taken has a copy to be restored from."""
@@ -194,22 +179,17 @@ class ForwardState:
         """Set the model and the generators back to this state."""
         self.attributes.restore()
         self.values.undo()
-        load_histories(self.model, self.histories)
+        load_histories(self.model, self._histories)
         set_generators(self.generators, self.device)
 
 
-@dataclass(frozen=True)
 class TrainingState(ForwardState):
     """The gradients of a model at one moment, and all that a forward may change except the values of parameters (see
     `parameters_restored`). Every such change can be undone."""
 
-    gradients: tuple[tuple[nn.Parameter, torch.Tensor | None], ...]
-
-    @classmethod
-    def now(cls, model: nn.Module) -> TrainingState:
-        """The current state of `model`. Gradients are referenced, not copied."""
-        gradients = tuple((parameter, parameter.grad) for parameter in model.parameters())
-        return cls(**vars(ForwardState.whole(model)), gradients=gradients)
+    def __init__(self, model: nn.Module, attributes: Attributes, values: SavedValues) -> None:
+        super().__init__(model, attributes, values)
+        self.gradients = tuple((parameter, parameter.grad) for parameter in model.parameters())  # not copied
 
     def restore(self) -> None:
         """Set the model back to this state, but all gradients to None (see `restore_gradients`)."""
@@ -276,8 +256,7 @@ class CallState:
 
 
 def undo_bytes(model: nn.Module, block_bytes: int) -> int:
-    """The bytes that the copies in a model's `CallState` take on its device, each rounded up to blocks of
-    `block_bytes`."""
+    """The bytes that a model's `CallState` takes on its device, each copy in blocks of `block_bytes`."""
     copied = filter(is_small, _beside_parameters(model))
     return sum(-(-one.nbytes // block_bytes) * block_bytes for one in copied)
 
@@ -295,8 +274,7 @@ _CONTAINERS = {dict, OrderedDict, list, set, deque}
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """A context that on exit restores parameters, buffers, random generators and the attributes of all modules, also
-    the values of tensors among these attributes."""
+    """A context that on exit restores parameters and all that `undone_but_parameters` restores."""
     with parameters_restored(model), undone_but_parameters(model):
         yield
 

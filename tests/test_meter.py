@@ -14,7 +14,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from memopt.compat.host import LEGACY_PROFILER, MemoryEvents, profiler_is_active
-from memopt.meter import GB, measure_peak, resident_cpu_blocks
+from memopt.errors import GIB
+from memopt.meter import measure_peak, resident_cpu_blocks
 
 KB = 1024
 
@@ -42,7 +43,7 @@ def test_temporaries_and_frees_make_the_peak() -> None:
         d = kilobytes(60)
     assert peak.allocated_bytes == 150 * KB
     assert peak.bytes == peak.resident_bytes + 150 * KB
-    assert peak.gb == peak.bytes / GB
+    assert peak.gb == peak.bytes / GIB
     assert c.numel() + d.numel() == 80 * 256
 
 

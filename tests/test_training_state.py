@@ -40,7 +40,7 @@ X = torch.arange(6.0).view(3, 2)
 
 
 def test_a_forward_is_undone(model: Drawing) -> None:
-    state = TrainingState.now(model)
+    state = TrainingState.whole(model)
     mean = model.norm.running_mean
     first = model(X)
     assert mean is not None
@@ -92,7 +92,7 @@ def test_one_element_of_any_stride_has_the_same_bits() -> None:
 def test_restoring_clears_gradients_and_they_can_be_given_back(model: Drawing) -> None:
     model(X).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
-    state = TrainingState.now(model)
+    state = TrainingState.whole(model)
     model(X).backward()
     state.restore()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -102,7 +102,7 @@ def test_restoring_clears_gradients_and_they_can_be_given_back(model: Drawing) -
 
 def test_what_a_state_holds(model: Drawing) -> None:
     model(X).backward()
-    state = TrainingState.now(model)
+    state = TrainingState.whole(model)
     held = state.kept()
     assert len(held) == 2 + 4  # two gradients; three buffers of the norm, and the latest input
     assert any(tensor is model.norm.weight.grad for tensor in held)
@@ -110,7 +110,7 @@ def test_what_a_state_holds(model: Drawing) -> None:
 
 
 def test_the_model_as_it_is_now(model: Drawing) -> None:
-    state = TrainingState.now(model)
+    state = TrainingState.whole(model)
     model(X).backward()
     assert set(state.gradients_now()) == {"norm.weight", "norm.bias"}
     now = state.buffers_now()
@@ -137,7 +137,7 @@ def test_histories_of_8_bit_layers_are_set_back() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     histories = histories_of(model)
     histories.scale("x", torch.ones(4), torch.float8_e4m3fn)
-    state, before = TrainingState.now(model), histories.magnitudes
+    state, before = TrainingState.whole(model), histories.magnitudes
     histories.scale("x", 3 * torch.ones(4), torch.float8_e4m3fn)
     histories.scale("y", torch.ones(4), torch.float8_e4m3fn)
     state.undo()
@@ -195,7 +195,7 @@ def test_values_that_are_no_numbers_count_as_written_to_only_if_they_are(model: 
     model.norm.weight.data[0] = model.norm.running_var[0] = float("nan")  # type: ignore[index]
     tensors = model.norm.weight, model.norm.running_var
     versions = [one._version for one in tensors]  # type: ignore[union-attr]
-    call, whole = CallState.of(model, ()), TrainingState.now(model)
+    call, whole = CallState.of(model, ()), TrainingState.whole(model)
     with parameters_restored(model):
         pass
     whole.undo()

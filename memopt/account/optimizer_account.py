@@ -79,7 +79,7 @@ def optimizer_account(
         device_type: the type of device where the step will run; by default the device of the parameters (CPU for meta).
 
     Raises:
-        ValueError: for an unknown name, for LBFGS and SparseAdam, or one that cannot be made from the parameters alone.
+        ValueError: for an unknown name, for LBFGS, or one that cannot be made from the parameters alone.
     """
     if optimizer is None:
         return OptimizerAccount(0, 0, "none")
@@ -235,17 +235,12 @@ def _tried(
 
 
 def refuse(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for an optimizer whose step evaluates the model (LBFGS) or needs sparse gradients
-    (SparseAdam)."""
+    """Raise `ValueError` for an optimizer whose step evaluates the model (LBFGS)."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             f"{name} evaluates the model inside its step (a closure), which cannot be planned; use another optimizer, "
             "or plan with optimizer=None and a budget less the memory that it holds"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ValueError(
-            f"{name} takes sparse gradients only, which cannot be planned; use Adam, and embeddings with sparse=False"
         )
 
 

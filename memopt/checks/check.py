@@ -11,19 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.account.account import distinct_bytes
 from memopt.account.breakdown import ANY_LINK
 from memopt.account.optimizer_trial import optimizer_restored, state_tensors
 from memopt.capture.inputs import Call, batch_call, check_device, tensors_in
-from memopt.checks.measured_step import PhaseMeter, optimised
+from memopt.checks.measured_step import PhaseMeter, bytes_on, optimised
 from memopt.device.devices import device_of
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_storages
 from memopt.price.price import RETURN_OUTPUTS
 from memopt.progress import stage
 from memopt.run.loss import scalar_loss
-from memopt.run.session import Session
-from memopt.run.training import TrainingCalls
 from memopt.show.report import as_text, new_table
 from memopt.solver import simulate
 from memopt.training_state import TrainingState
@@ -96,9 +93,8 @@ class AccountCheck:
 
 def _cells(row: AccountRow) -> tuple[str, ...]:
     apart = row.difference_bytes
-    sign = "-" if apart < 0 else "+"
     share = f"{row.difference:+.2%}" if apart and row.measured_bytes else ""
-    difference = f"{sign}{size(abs(apart))}" if apart else "–"
+    difference = f"{'+' * (apart > 0)}{size(apart)}"
     return row.name, size(row.predicted_bytes), size(row.measured_bytes), difference, share
 
 
@@ -130,31 +126,23 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, *, set
     calls = planned.with_loss or planned.forward
     call = batch_call(batch, calls.loss_fn)
     check_device(call, planned.model)
-    with calls.share.held_still(call), calls.plain_calls.only_way(plain=False), stage("metering steps"):
-        return _checked_step(planned, calls, optimizer, call, set_to_none=set_to_none)
-
-
-def _checked_step(
-    planned: Session,
-    calls: TrainingCalls,
-    optimizer: torch.optim.Optimizer,
-    call: Call,
-    *,
-    set_to_none: bool,
-) -> AccountCheck:
     model = planned.model  # the module inside DDP, so that no gradients are exchanged
-    start = TrainingState.now(model)
-    with optimizer_restored(optimizer), torch.enable_grad():
-        try:
-            start.restore()
-            for _ in range(1 if set_to_none else 2):  # a step that begins with gradients has another plan
-                _train(lambda: calls(*call[0], **call[1]), optimizer)
-                optimizer.zero_grad(set_to_none=set_to_none)
-            elsewhere = calls.share.latest_elsewhere(call)
-            measured = _measure(lambda: calls(*call[0], **call[1]), model, optimizer, call, elsewhere)
-        finally:
-            start.restore()
-            start.restore_gradients()
+
+    def forward() -> Any:
+        return calls(*call[0], **call[1])
+
+    with calls.share.held_still(call), calls.plain_calls.only_way(plain=False), stage("metering steps"):
+        start = TrainingState.whole(model)
+        with optimizer_restored(optimizer), torch.enable_grad():
+            try:
+                start.restore()
+                for _ in range(1 if set_to_none else 2):  # a step that begins with gradients has another plan
+                    _train(forward, optimizer)
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                measured = _measure(forward, model, optimizer, call, calls.share.latest_elsewhere(call))
+            finally:
+                start.restore()
+                start.restore_gradients()
     plan = planned.latest
     assert plan is not None
     predicted = predicted_rows(plan)
@@ -189,30 +177,33 @@ def predicted_rows(plan: Plan) -> Rows:
 def _measure(
     call: Callable[[], Any], model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Call, elsewhere: int
 ) -> Rows:
-    """The bytes of each row, measured in one step that begins with the optimizer's state present. `elsewhere` is the
-    bytes on the device beside the step."""
-    device = next(model.parameters()).device
+    """The bytes of each row, measured in one step. `elsewhere` is the bytes on the device beside the step."""
     parameters = list(model.parameters())
-    given = [tensor for tensor in tensors_in(inputs) if tensor.device == device]
+    device = parameters[0].device
+    kind = device_of(device)
+
+    def held(tensors: Iterable[torch.Tensor | None]) -> int:
+        return bytes_on(device, (one for one in tensors if one is not None), kind.block_bytes)
+
     fixed = {
-        "parameters": _bytes_on(device, parameters),
-        "buffers": _bytes_on(device, [*parameters, *model.buffers()]) - _bytes_on(device, parameters),
-        "inputs": _bytes_on(device, given),
-        "optimizer state": _bytes_on(device, state_tensors(optimizer)),
+        "parameters": held(parameters),
+        "buffers": held([*parameters, *model.buffers()]) - held(parameters),
+        "inputs": held(tensors_in(inputs)),
+        "optimizer state": held(state_tensors(optimizer)),
     }
-    held = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    before = held(parameter.grad for parameter in parameters)
     gc.collect()
-    resident = sum(fixed.values()) + _bytes_on(device, held)
-    if (kind := device_of(device)).caching:  # also counts libraries' workspaces, which are no tensors
+    resident = sum(fixed.values()) + before
+    if kind.caching:  # also counts libraries' workspaces, which are no tensors
         resident = max(resident, kind.allocated_bytes(device) - elsewhere)
     with PhaseMeter(device) as meter:
         _train(call, optimizer, meter.end_phase)
     forward, backward, step = meter.phases
-    gradients = _bytes_on(device, [parameter.grad for parameter in parameters if parameter.grad is not None])
+    gradients = held(parameter.grad for parameter in parameters)
     return {
         **fixed,
         "gradients": gradients,
-        "outputs": backward.left_bytes - (gradients - _bytes_on(device, held)),
+        "outputs": backward.left_bytes - (gradients - before),
         "held by the forward": forward.left_bytes,
         "forward and backward": max(forward.peak_bytes, backward.peak_bytes),
         "optimizer temporaries": step.peak_bytes - backward.left_bytes,
@@ -223,8 +214,7 @@ def _measure(
 def _train(
     call: Callable[[], Any], optimizer: torch.optim.Optimizer, end_phase: Callable[[], None] = lambda: None
 ) -> None:
-    """Run a forward, its backward and the optimizer's step, and hold the outputs meanwhile, as training loops do.
-    `end_phase` is called after each of the three."""
+    """Run a training step, and hold the outputs meanwhile. `end_phase` is called after each of its three phases."""
     output = call()
     loss = scalar_loss(output)
     end_phase()
@@ -232,8 +222,3 @@ def _train(
     end_phase()
     optimizer.step()
     end_phase()
-
-
-def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    here = (tensor for tensor in tensors if tensor.device == device and tensor.layout == torch.strided)
-    return distinct_bytes(here, device_of(device).block_bytes)

@@ -23,13 +23,13 @@ from memopt.planning.changes import source_line
 from memopt.planning.plan import Plan
 from memopt.progress import stage
 from memopt.rewrite.policy import dtype_name
-from memopt.run.session import Session, session_of
+from memopt.run.session import Session
 from memopt.saved_values import parameters_restored, values_restored
 from memopt.training_state import TrainingState, containers_restored
 from memopt.units import size
 from passes.graphs.node_facts import backward_nodes
 
-REFERENCES = ("auto", "float64", "fp32")
+_REFERENCES = ("auto", "float64", "fp32")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ROUNDING = 1e-4
 """The largest relative error, of the loss and of all gradients as one vector, that `verify` accepts of a plan that
@@ -70,7 +70,15 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
         TypeError: `batch` is not a tuple, dict or tensor, or the model returns no loss.
         BudgetError: no plan for this batch fits the budget.
     """
-    planned = _checked(model, reference)
+    if reference not in _REFERENCES:
+        raise ValueError(f"reference must be one of {', '.join(map(repr, _REFERENCES))}, not {reference!r}")
+    planned = optimised(model)
+    for name, parameter in model.named_parameters():
+        if post_accumulate_hooks(parameter):
+            raise ValueError(
+                f"the post-accumulate-grad hook of {name} may change the model in the backward, as an optimizer in the "
+                "backward does; remove the hook to compare"
+            )
     model = planned.model  # the module inside DDP, so that no gradients are exchanged
     calls = planned.with_loss or planned.forward
     call = batch_call(batch, calls.loss_fn)
@@ -80,7 +88,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
 
 
 def _compared(model: nn.Module, planned: Session, call: Call, reference: str) -> Comparison:
-    start = TrainingState.now(model)
+    start = TrainingState.whole(model)
     low = planned.low if planned.low in _SIXTEEN_BITS and not autocast_is_on() else None
     notes: list[str] = []
     try:
@@ -108,14 +116,13 @@ def _compared(model: nn.Module, planned: Session, call: Call, reference: str) ->
 def _runs(
     planned: Session, call: Call, start: TrainingState, low: torch.dtype | None, notes: list[str]
 ) -> tuple[list[MeasuredStep], MeasuredStep, MeasuredStep | None]:
-    """The steps to compare. Of the optimised model, a measured one, and its first, whose peak and seconds are not
-    measured, if its gradients are finite; a measured one of the plain model; and, given a dtype `low`, one of that
-    model under autocast, None if that fails."""
+    """The steps to compare: of the optimised model a measured one, and its first if its gradients are finite; one of
+    the plain model; and one of that under autocast in `low`, if given, None if that fails."""
     calls, (args, kwargs) = planned.with_loss or planned.forward, call
     with _restored(planned.model, call):
         first = first_run(lambda: calls(*args, **kwargs), start, planned.low)
+    beside = () if first is None else (first,)
     with _restored(planned.model, call):
-        beside = () if first is None else (first,)
         ours = [scaled(lambda: calls(*args, **kwargs), start, beside, planned.low), *beside]
     if first is None:
         notes.append(
@@ -139,27 +146,9 @@ def _restored(model: nn.Module, call: Call) -> Iterator[None]:
 
 
 def _same(first: MeasuredStep, later: MeasuredStep) -> bool:
-    """Whether two steps have bitwise the same gradients and buffers; also true where they ran with different loss
-    scales."""
-    pairs = (([first.gradients], later.gradients), ([first.buffers], later.buffers))
-    return first.run.loss_scale != later.run.loss_scale or all(
-        found.bitwise for pair in pairs for found in differences_of(*pair)
-    )
-
-
-def _checked(model: nn.Module, reference: str) -> Session:
-    """The session of the model. Raises `ValueError` for an unknown `reference`, and where the model cannot be
-    compared."""
-    if reference not in REFERENCES:
-        raise ValueError(f"reference must be one of {', '.join(map(repr, REFERENCES))}, not {reference!r}")
-    planned = optimised(model)
-    for name, parameter in model.named_parameters():
-        if post_accumulate_hooks(parameter):
-            raise ValueError(
-                f"the post-accumulate-grad hook of {name} may change the model in the backward, as an optimizer in the "
-                "backward does; remove the hook to compare"
-            )
-    return planned
+    """Whether two steps have bitwise the same gradients and buffers, or ran with different loss scales."""
+    found = (*differences_of([first.gradients], later.gradients), *differences_of([first.buffers], later.buffers))
+    return first.run.loss_scale != later.run.loss_scale or all(one.bitwise for one in found)
 
 
 def _exact(
@@ -171,11 +160,8 @@ def _exact(
     reference: str,
     notes: list[str],
 ) -> Exact | None:
-    """The loss and gradients in float64; None, with a further note that says why, where the plain step is the
-    reference.
-
-    Raises `ValueError` where float64 was asked for and the model does not run in it.
-    """
+    """The loss and gradients in float64; None, with a note that says why, where the plain step is the reference. Raises
+    `ValueError` where float64 was asked for and the model does not run in it."""
     if reference == "fp32":
         return None
     start.restore()
@@ -185,7 +171,7 @@ def _exact(
         found: Exact | str = f"a run in float64 would hold {size(needed)} on {start.device}, and {known}"
     else:
         found = float64_step(model, call, loss_fn, start.generators, plain.generators)
-    if isinstance(found, Exact):
+    if not isinstance(found, str):
         return found
     if reference == "float64":
         raise ValueError(f"there is no float64 reference, since {found}; compare with reference='fp32'")
@@ -196,14 +182,14 @@ def _exact(
 def _accuracies(
     exact: Exact | None, plain: MeasuredStep, autocast: MeasuredStep | None, ours: Sequence[MeasuredStep]
 ) -> Accuracies:
-    against = exact or Exact(plain.run.loss, plain.gradients)
+    against = exact or (plain.run.loss, plain.gradients)
 
     def accuracy(step: MeasuredStep) -> Accuracy:
-        return Accuracy.of(step.run.loss, step.gradients, against.loss, against.gradients)
+        return Accuracy.of(step.run.loss, step.gradients, *against)
 
     return Accuracies(
         "float64" if exact else "fp32",
-        against.loss,
+        against[0],
         accuracy(plain) if exact else None,
         accuracy(autocast) if autocast else None,
         max(map(accuracy, ours), key=lambda found: (found.gradient, found.loss)),
@@ -228,10 +214,9 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
     """
     comparison = compare(model, batch, reference="fp32")
     accuracies = comparison.accuracies
-    if comparison.bitwise or accuracies is None or not math.isfinite(comparison.plain.loss):
+    if comparison.bitwise or not math.isfinite(comparison.plain.loss):
         return comparison
-    planned = session_of(model)
-    assert planned is not None, "memopt.compare has run the model, so it is an optimised one"
+    planned = optimised(model)
     plan = planned.latest
     limit = _limit(comparison, plan)
     wrong = wrong_gradients(accuracies.optimized, limit, SHARE if limit == ROUNDING else 1.0)
@@ -243,10 +228,9 @@ def verify(model: nn.Module, batch: Any) -> Comparison:
 
 
 def wrong_gradients(accuracy: Accuracy, limit: float, share: float) -> dict[str, float]:
-    """The relative error of each gradient that is wrong, by parameter name. A gradient is wrong if its relative error
-    is infinite, or above `limit` while its error is also above `share * limit` of the norm of all gradients. If none is
-    wrong, the result has the relative error of all gradients together under "all parameters together" if that is above
-    `limit`; else it is empty."""
+    """The relative error of each gradient that is wrong, by parameter name: infinite, or above `limit` while it is also
+    above `share * limit` of the norm of all gradients. If none is, that of "all parameters together", if above
+    `limit`."""
     return {
         error.name: error.relative
         for error in accuracy.gradients
@@ -259,8 +243,8 @@ def _limit(comparison: Comparison, plan: Plan | None) -> float:
         return EIGHT_BITS
     if not comparison.autocast_dtype:
         return ROUNDING
-    autocast = comparison.accuracies.autocast if comparison.accuracies else None
-    return max(SIXTEEN_BITS, OF_AUTOCAST * max(autocast.gradient, autocast.loss) if autocast else SIXTEEN_BITS)
+    autocast = comparison.accuracies.autocast
+    return max(SIXTEEN_BITS, OF_AUTOCAST * max(autocast.gradient, autocast.loss) if autocast else 0.0)
 
 
 def _message(
@@ -282,11 +266,9 @@ def _message(
 
 
 def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tuple[str, str] | None:
-    """The parameter among `names` that the forward reads last: its name, and a description of the operator that reads
-    it, with its source line. None where there is no plan, the plan has no graphs, or these read none of `names`.
-
-    The backward computes this parameter's gradient first, so a wrong gradient of it comes from this operator or one
-    after it in the forward."""
+    """The parameter among `names` that the forward reads last, and a description of the operator that reads it; None
+    where it is not known. The backward computes its gradient first, so a wrong one comes from this operator or one
+    after it."""
     captured = plan.captured if plan is not None else None
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for joint in reversed(captured.regions if captured is not None else ()):
@@ -294,12 +276,9 @@ def last_read(model: nn.Module, plan: Plan | None, names: Collection[str]) -> tu
         known = joint.trace.region.parameter_ids if joint.trace is not None else {}
         of_node = {inputs[number]: parameters.get(parameter) for number, parameter in known.items()}
         backward = backward_nodes(joint.module.graph)
-        found: tuple[str, str] | None = None
-        for node in joint.module.graph.nodes:
-            for read in () if node in backward else node.all_input_nodes:
+        for node in reversed(joint.module.graph.nodes):
+            for read in () if node in backward else reversed(node.all_input_nodes):
                 if (name := of_node.get(read)) in names and name is not None:
                     line = source_line(node)
-                    found = name, f", which {node.target} reads" + (f" ({line})" if line else "")
-        if found is not None:
-            return found
+                    return name, f", which {node.target} reads" + (f" ({line})" if line else "")
     return None

@@ -17,7 +17,7 @@ from memopt.terminal import Column, Table
 from memopt.training_state import Tensors
 from memopt.units import duration, size
 
-WORST_ROWS = 10
+_WORST_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class Difference:
 
 
 def differences_of(ours: Sequence[Tensors], plain: Tensors) -> tuple[Difference, ...]:
-    """The difference of each tensor from the plain run (`plain`), one for each name. `ours` has the tensors of several
-    runs of the optimised model; of their differences, the largest relative one is returned."""
+    """The difference of each tensor from the plain run's, the largest relative one of several runs (`ours`)."""
     names = dict.fromkeys(name for tensors in (plain, *ours) for name in tensors)
     return tuple(
         max(
@@ -89,12 +88,12 @@ class Comparison:
     buffers: tuple[Difference, ...]
     """The differences of the buffers after the step."""
     budget_bytes: int
+    accuracies: Accuracies
+    """The errors of each run against the reference, of its loss and of every gradient."""
     autocast: StepRun | None = None
     """The plain model under `torch.autocast` in the 16-bit dtype of the plan; None for fp32, or if it fails."""
     autocast_dtype: str = ""
     """"bf16" or "fp16"; empty without `autocast`."""
-    accuracies: Accuracies | None = None
-    """The errors of each run against the reference, of its loss and of every gradient."""
     notes: tuple[str, ...] = ()
     """Remarks on the runs, such as one that could not be made, and why."""
 
@@ -130,11 +129,19 @@ class Comparison:
             (found for found in (*self.gradients, *self.buffers) if not found.bitwise),
             key=lambda difference: -difference.relative,
         )
-        parts: list[str | Table] = [self._verdict(len(differing)), self._runs_table()]
+        verdict = (
+            f"not bitwise equal: of {len(self.gradients)} gradients and {len(self.buffers)} buffers "
+            f"{len(differing)} differ, the losses by {self.loss_error:.3g}"
+        )
+        if self.bitwise:
+            verdict = f"bitwise equal: the loss, {len(self.gradients)} gradients and {len(self.buffers)} buffers"
+        parts: list[str | Table] = [verdict, self._runs_table()]
         if differing:
-            parts.append(_differences_table(differing))
-        if differing and self.accuracies is not None:
-            parts.append(_gradients_table(self.accuracies, self._columns))
+            title = f"The worst of {len(differing)} gradients and buffers that differ"
+            worst = new_table(title, Column("parameter or buffer", overflow="fold"), right=("absolute", "relative"))
+            for found in differing[:_WORST_ROWS]:
+                worst.add_row(found.name, f"{found.absolute:.3g}", f"{found.relative:.3g}")
+            parts += [worst, _gradients_table(self.accuracies, self._columns)]
         return as_text(*parts, *(f"note: {note}" for note in self.notes))
 
     def _repr_html_(self) -> str:
@@ -144,43 +151,33 @@ class Comparison:
     def __str__(self) -> str:
         return self.table()
 
-    def _verdict(self, differing: int) -> str:
-        compared = f"the loss, {len(self.gradients)} gradients and {len(self.buffers)} buffers"
-        if self.bitwise:
-            return f"bitwise equal: {compared}"
-        return (
-            f"not bitwise equal: of {len(self.gradients)} gradients and {len(self.buffers)} buffers "
-            f"{differing} differ, the losses by {self.loss_error:.3g}"
-        )
-
     @property
     def _columns(self) -> tuple[tuple[str, StepRun, Accuracy | None], ...]:
         """Title, run and accuracy of each run that was made."""
         known = self.accuracies
-        runs = [
-            ("plain", self.plain, known.plain if known else None),
-            (f"torch.autocast {self.autocast_dtype}", self.autocast, known.autocast if known else None),
-            ("optimised", self.optimized, known.optimized if known else None),
-        ]
+        runs = (
+            ("plain", self.plain, known.plain),
+            (f"torch.autocast {self.autocast_dtype}", self.autocast, known.autocast),
+            ("optimised", self.optimized, known.optimized),
+        )
         return tuple((title, run, accuracy) for title, run, accuracy in runs if run is not None)
 
     def _runs_table(self) -> Table:
         columns, known = self._columns, self.accuracies
-        exact = [known] if known is not None and known.reference == "float64" else []  # has a column of its own
-        right = (*(reference.reference for reference in exact), *(title for title, *_ in columns))
+        exact = known.reference == "float64"  # has a column of its own
+        right = (*["float64"] * exact, *(title for title, *_ in columns))
         table = new_table("One forward and backward", "", right=right)
 
         def add(title: str, cells: Iterable[str], first: str = "") -> None:
-            table.add_row(title, *(first for _ in exact), *cells)
+            table.add_row(title, *[first] * exact, *cells)
 
         runs = [run for _, run, _ in columns]
-        add("loss", (f"{run.loss:.9g}" for run in runs), *(f"{reference.loss:.9g}" for reference in exact))
-        if known is not None:
-            accuracies = [accuracy for *_, accuracy in columns]
-            add("loss error", (f"{accuracy.loss:.2e}" if accuracy else "–" for accuracy in accuracies))
-            add("gradient error", (f"{accuracy.gradient:.2e}" if accuracy else "–" for accuracy in accuracies))
-            worst = (accuracy.worst if accuracy else None for accuracy in accuracies)
-            add("  of the worst parameter", (f"{error.relative:.2e}" if error else "–" for error in worst))
+        add("loss", (f"{run.loss:.9g}" for run in runs), f"{known.loss:.9g}")
+        accuracies = [accuracy for *_, accuracy in columns]
+        add("loss error", (f"{accuracy.loss:.2e}" if accuracy else "–" for accuracy in accuracies))
+        add("gradient error", (f"{accuracy.gradient:.2e}" if accuracy else "–" for accuracy in accuracies))
+        worst = (accuracy.worst if accuracy else None for accuracy in accuracies)
+        add("  of the worst parameter", (f"{error.relative:.2e}" if error else "–" for error in worst))
         if any(run.loss_scale != 1 for run in runs):
             add("loss scale", (f"{run.loss_scale:g}" for run in runs))
         add("peak, measured", (size(run.peak_bytes) for run in runs))
@@ -195,14 +192,6 @@ def _gradients_table(known: Accuracies, columns: Iterable[tuple[str, StepRun, Ac
     errors = [{error.name: error for error in gradients} for gradients in runs.values()]
     title = f"Gradients against {known.reference}: |g - r| / |r|"
     table = new_table(title, Column("parameter", overflow="fold"), right=runs)
-    for worst in known.optimized.worst_first[:WORST_ROWS]:
+    for worst in known.optimized.worst_first[:_WORST_ROWS]:
         table.add_row(worst.name, *(f"{by_name[worst.name].relative:.2e}" for by_name in errors))
-    return table
-
-
-def _differences_table(differing: list[Difference]) -> Table:
-    title = f"The worst of {len(differing)} gradients and buffers that differ"
-    table = new_table(title, Column("parameter or buffer", overflow="fold"), right=("absolute", "relative"))
-    for difference in differing[:WORST_ROWS]:
-        table.add_row(difference.name, f"{difference.absolute:.3g}", f"{difference.relative:.3g}")
     return table

@@ -21,7 +21,7 @@ from memopt.show.page import short_source
 from memopt.show.report import as_text, new_table
 from memopt.units import duration, size
 
-TOLERANCE = 0.01
+_TOLERANCE = 0.01
 """The share of its locked value by which a figure may grow; the added time may grow by this share of the step's
 time."""
 _NAMES = {
@@ -59,10 +59,8 @@ class MemoryLock:
 
 
 def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarged: bool = False) -> MemoryLock:
-    """The memory lock of a training step as `memopt.plan` plans it: nothing runs, and the model may be on "meta".
-
-    Raises `BudgetError` where the step does not fit; with `enlarged`, it is then planned for 1.02 times the smallest
-    budget that works."""
+    """The memory lock of a training step as `memopt.plan` plans it. Raises `BudgetError` where the step does not fit;
+    with `enlarged`, it is then planned for 1.02 times the smallest budget that works."""
     check_torch()
     session = Session(model, options)
     try:
@@ -90,7 +88,7 @@ def lock_step(model: nn.Module, example_inputs: Any, options: Options, *, enlarg
 
 
 @dataclass(frozen=True)
-class Culprit:
+class _Culprit:
     """A line of code that made a step grow, and the modules in which it runs; their paths differ in numbers only."""
 
     modules: tuple[str, ...]
@@ -124,36 +122,30 @@ class LockCheck:
 
     @property
     def grown(self) -> tuple[str, ...]:
-        """The names of the figures that grew by more than 1% (`TOLERANCE`), among "plain", "planned", "smallest" and
-        "added". The growth of "added" is measured against the locked step's time, that of others against the locked
-        figure."""
-        return tuple(
-            figure
-            for figure in _NAMES
-            if self._growth(figure)
-            > TOLERANCE * (self.locked.seconds if figure == "added" else getattr(self.locked, figure))
-        )
+        """The figures among "plain", "planned", "smallest" and "added" that grew by more than 1% (`_TOLERANCE`),
+        "added" by more than that of the locked step's time."""
+        return tuple(figure for figure in _NAMES if self._growth(figure) > _TOLERANCE * self._whole(figure))
 
     def _growth(self, figure: str) -> float:
         return getattr(self.now, figure) - getattr(self.locked, figure)
 
-    @property
-    def changed(self) -> tuple[str, ...]:
-        """What has changed since the lock: versions of packages, and the user's own files whose contents differ, that
-        are new in the step, or that are no longer part of it."""
-        old, new = self.locked, self.now
-        versions = (
-            f"{name} {old.versions.get(name, 'none')} → {new.versions.get(name, 'none')}"
-            for name in _differing(old.versions, new.versions)
-        )
-        files = (
-            f"{name} (your code{'' if name in new.files else ', no longer in the step'})"
-            for name in _differing(old.files, new.files)
-        )
-        return (*versions, *files)
+    def _whole(self, figure: str) -> float:
+        """What the growth of a figure is measured against."""
+        return self.locked.seconds if figure == "added" else getattr(self.locked, figure)
 
     @property
-    def culprits(self) -> tuple[Culprit, ...]:
+    def changed(self) -> tuple[str, ...]:
+        """Versions of packages, and the user's own files in the step, that are others than in the lock."""
+        old, new = self.locked, self.now
+        found = []
+        for name in _differing(old.versions, new.versions):
+            found.append(f"{name} {old.versions.get(name, 'none')} → {new.versions.get(name, 'none')}")
+        for name in _differing(old.files, new.files):
+            found.append(f"{name} (your code{'' if name in new.files else ', no longer in the step'})")
+        return tuple(found)
+
+    @property
+    def culprits(self) -> tuple[_Culprit, ...]:
         """The lines of code because of which the first figure in `grown` grew, in the order of the step; empty if no
         figure grew. They are the lines that allocate more bytes than before or are no longer under activation
         checkpoints. Where no line does, they are those with more bytes alive at the figure's peak (for "added": with a
@@ -164,9 +156,8 @@ class LockCheck:
         table = new_table(f"{self.now.model} on {self.now.device}", "", right=("locked", "now", "growth"))
         for figure, name in _NAMES.items():
             before, growth = getattr(self.locked, figure), self._growth(figure)
-            whole = self.locked.seconds if figure == "added" else before
             text = duration if figure == "added" else size
-            share = f"{growth / whole:+.1%}" if whole else "–"
+            share = f"{growth / self._whole(figure):+.1%}" if self._whole(figure) else "–"
             table.add_row(name, text(before), text(getattr(self.now, figure)), share)
         lines = [as_text(table)]
         if self.grown:
@@ -178,9 +169,8 @@ class LockCheck:
         return "\n".join(lines)
 
 
-def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) -> Iterator[Culprit]:
-    """The lines because of which the figure `grown` grew, from the rows before (`old`) and now (`new`); see
-    `LockCheck.culprits`."""
+def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) -> Iterator[_Culprit]:
+    """The lines of `LockCheck.culprits`, from the rows before (`old`) and now (`new`)."""
     before, after = _sums(old), _sums(new)
     more = {key: {name: figures[name] - before[key][name] for name in FIGURES} for key, figures in after.items()}
     dropped = [key for key, change in more.items() if change["checkpointed"] < min(0, change["calls"])]
@@ -190,7 +180,7 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
     )
     lines_at_peak = any(more[module, row.operator][grown] > 0 for row in new if row.source for module in row.modules)
     within = not (grown == "plain" or made or free or lines_at_peak)  # gaps between blocks grew, and no line's memory
-    if within or (grown == "plain" and sum(made.values()) < TOLERANCE * sum(fused.values())):
+    if within or (grown == "plain" and sum(made.values()) < _TOLERANCE * sum(fused.values())):
         made = fused
     causes = {**made, **free}
     weights = dict(causes) or {key: change[grown] for key, change in more.items() if change[grown] > 0}
@@ -210,12 +200,11 @@ def _culprits(old: Iterable[LockedRow], new: tuple[LockedRow, ...], grown: str) 
             how = "no longer checkpointed" if (module, row.operator) in free else how
             text = duration(total) if grown == "added" and not causes else size(round(total))
             modules, operators = ({one[0]: None for one in found}, {one[1].operator: None for one in found})
-            yield Culprit(tuple(modules), tuple(operators), row.source, row.code, f"{text} {how}")
+            yield _Culprit(tuple(modules), tuple(operators), row.source, row.code, f"{text} {how}")
 
 
 def _line(row: LockedRow) -> tuple[object, ...]:
-    """A key by which a line of code is recognised when it has moved in its file: the operator, the text and the bytes
-    that it makes."""
+    """A key by which a line of code is recognised when it has moved in its file."""
     return row.operator, row.code, row.made, row.fused, row.checkpointed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memopt.capture.dynamo_graph import AUTHOR_CHECKPOINT
@@ -12,7 +12,7 @@ from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts
 from memopt.planning.plan import Plan
 from memopt.planning.plan_views import named_nodes
-from memopt.show.step import Step, StepMemory
+from memopt.show.step import Step
 from memopt.show.step_of_plan import smallest_memory, step_of
 from passes.graphs.node_facts import is_tangent, module_path
 
@@ -64,13 +64,16 @@ def locked_rows(plan: Plan) -> tuple[LockedRow, ...]:
     """The rows of a memory lock, in the order of the step, from a plan with its graphs. Counted once for each module
     of a row, the bytes `plain` of all rows add up to the peak of the captured step, `planned` to that of the planned
     step, and `smallest` to that of the step within the smallest budget."""
-    return tuple(_alike(_rows(plan, step_of(plan))))
+    found: dict[tuple[str, LockedRow], list[LockedRow]] = defaultdict(list)
+    for row in _rows(plan, step_of(plan)):
+        found[row.pattern, replace(row, modules=())].append(row)
+    return tuple(replace(same[0], modules=tuple(row.modules[0] for row in same)) for same in found.values())
 
 
 def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
     """A row for each combination of module, operator and line."""
     memories = {"plain": step.plain, "planned": step.planned, "smallest": smallest_memory(plan, step)}
-    alive = {figure: _alive(memory) for figure, memory in memories.items()}
+    keys = [(op.module, op.operator or op.name, op.source, op.code) for op in step.ops]
     nodes = {name: node for name, _, node in named_nodes(plan.solved[0].traced)}
     found: dict[tuple[str, str, str, str], Counter[str]] = defaultdict(Counter)
     seconds: dict[tuple[str, str, str, str], float] = defaultdict(float)
@@ -78,19 +81,19 @@ def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
     for row, (module, source, code), nbytes in _given(plan):
         given[row] += nbytes
         found[module, row, source, code].update(dict.fromkeys(("made", *memories), nbytes))
-    for number, op in enumerate(step.ops):
-        key = op.module, op.operator or op.name, op.source, op.code
-        held = {figure: nbytes[number] for figure, nbytes in alive.items()}
+    for key, op in zip(keys, step.ops, strict=True):
         node = nodes.get(op.name)
         fused = storage_bytes(node.meta["val"]) if node is not None and op.fate == "fused" else 0
         checkpointed = node is not None and AUTHOR_CHECKPOINT in node.meta.get("custom", ())
         made = op.nbytes * (op.half != "input")
-        found[key].update(made=made, fused=fused, calls=1, checkpointed=int(checkpointed), **held)
+        found[key].update(made=made, fused=fused, calls=1, checkpointed=int(checkpointed))
         seconds[key] += op.seconds * op.recomputed
     for row, nbytes in step.plain.resident.items():
         if row in _OWN:
             found["", _OWN[row], "", ""]["made"] += nbytes
     for figure, memory in memories.items():
+        for number, _, nbytes in memory.alive(memory.peak):
+            found[keys[number]][figure] += nbytes
         for row, nbytes in memory.rows(memory.peak).items():
             found["", _OWN.get(row, row), "", ""][figure] += nbytes
     for row, nbytes in given.items():  # the account's rows keep the bytes that belong to no module
@@ -102,20 +105,8 @@ def _rows(plan: Plan, step: Step) -> Iterator[LockedRow]:
             yield LockedRow((module,), operator, source, code, added=added, **counted)
 
 
-def _alive(memory: StepMemory) -> Counter[int]:
-    """The bytes that are alive at a step's peak, by the number in `Step.ops` of the op that makes them."""
-    held: Counter[int] = Counter()
-    for kept in memory.live(memory.peak):
-        held[kept.op] += kept.nbytes
-    if memory.peak < len(memory.evaluations):
-        now = memory.evaluations[memory.peak]
-        held[now.op] += now.workspace_bytes
-    return held
-
-
 def _given(plan: Plan) -> Iterator[tuple[str, tuple[str, str, str], int]]:
-    """For each parameter and other input of the graphs: the row of the account that it is in; the module, line and code
-    that read it first; and its bytes."""
+    """For each input of the graphs: its row of the account; the module, line and code that read it first; its bytes."""
     for number, region in enumerate(plan.solved[0].traced.regions):
         graph = region.module.graph
         facts = GraphFacts(graph, number)
@@ -125,12 +116,3 @@ def _given(plan: Plan) -> Iterator[tuple[str, tuple[str, str, str], int]]:
             place = ("", "", "") if reader is None else (module_path(reader), *facts.line(reader))
             row = "parameters" if at in region.parameter_inputs else "inputs"
             yield row, place, storage_bytes(node.meta.get("val"))
-
-
-def _alike(rows: Iterable[LockedRow]) -> Iterator[LockedRow]:
-    """The rows, with those merged that differ only in the numbers in their module's path."""
-    found: dict[tuple[str, LockedRow], list[LockedRow]] = defaultdict(list)
-    for row in rows:
-        found[row.pattern, replace(row, modules=())].append(row)
-    for same in found.values():
-        yield replace(same[0], modules=tuple(row.modules[0] for row in same))

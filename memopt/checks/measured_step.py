@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +17,13 @@ from memopt.capture.dynamo import in_brief
 from memopt.checks.comparison import StepRun
 from memopt.compat.host import MemoryEvents
 from memopt.device.devices import device_of
-from memopt.meter import measure_peak, resident_cpu_blocks
+from memopt.meter import measure_peak, start_with_resident
 from memopt.random_states import generator_states
 from memopt.rewrite.policy import dtype_name
 from memopt.run.loss import scalar_loss
 from memopt.run.session import Session, session_of
 from memopt.training_state import Tensors, TrainingState
 
-Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 # The first scale of torch.amp.GradScaler, and the divisor of the next ones, which falls faster than the scaler's.
 _FIRST_SCALE = 65536.0
 _BACKOFF = 16.0
@@ -56,15 +53,9 @@ class MeasuredStep:
 
 
 def measured(
-    call: Callable[[], Any],
-    start: TrainingState,
-    beside: Sequence[MeasuredStep],
-    scale: float = 1.0,
-    context: Context = nullcontext,
+    call: Callable[[], Any], start: TrainingState, beside: Sequence[MeasuredStep], scale: float = 1.0
 ) -> MeasuredStep:
-    """Run and measure a step from the state `start`: the forward, `call()`, in the context that `context` makes, and
-    the backward of its loss times `scale`.
-
+    """Run and measure a step from the state `start`: the forward, `call()`, and the backward of its loss times `scale`.
     The bytes that `start` and the results of earlier steps (`beside`) hold are not part of the peak."""
     start.restore()
     gc.collect()
@@ -72,18 +63,17 @@ def measured(
     aside = [*start.kept(), *kept]
     with measure_peak(start.device) as peak:
         started = time.perf_counter()
-        loss = train(call, scale, context)
+        loss = _train(call, scale)
         seconds = time.perf_counter() - started
-    return _step(StepRun(loss, peak.bytes - _bytes_on(start.device, aside), seconds, scale), start)
+    return _step(StepRun(loss, peak.bytes - bytes_on(start.device, aside), seconds, scale), start)
 
 
 def first_run(call: Callable[[], Any], start: TrainingState, low: torch.dtype | None) -> MeasuredStep | None:
-    """Run a step from the state `start` (the forward is `call()`), in which the model is planned and compiled. Its peak
-    and seconds are not measured, and are 0 in the result. If `low`, the 16-bit dtype that the step computes in, is
-    fp16, the loss is scaled by 65,536; None is returned if a gradient is not finite then."""
+    """Run the step in which the model is planned and compiled, from the state `start`; peak and seconds are 0 in the
+    result. In fp16 the loss is scaled by 65,536, and the result None if a gradient is not finite."""
     start.restore()
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
-    step = _step(StepRun(train(call, scale), 0, 0.0, scale), start)
+    step = _step(StepRun(_train(call, scale), 0, 0.0, scale), start)
     return step if scale == 1 or _is_finite(step) else None
 
 
@@ -96,18 +86,13 @@ def _step(run: StepRun, start: TrainingState) -> MeasuredStep:
 
 
 def scaled(
-    call: Callable[[], Any],
-    start: TrainingState,
-    beside: Sequence[MeasuredStep],
-    low: torch.dtype | None,
-    context: Context = nullcontext,
+    call: Callable[[], Any], start: TrainingState, beside: Sequence[MeasuredStep], low: torch.dtype | None
 ) -> MeasuredStep:
-    """Run and measure a step as `measured` does, with a loss scale that suits `low`, the 16-bit dtype that the step
-    computes in (None for fp32). For fp16 the step is repeated with smaller scales until all gradients are finite or the
-    scale is 1; for other dtypes the scale is 1."""
+    """Run and measure a step as `measured` does. For the dtype `low` fp16 it is repeated with smaller loss scales, from
+    65,536, until all gradients are finite or the scale is 1."""
     scale = _FIRST_SCALE if low == torch.float16 else 1.0
     while True:
-        step = measured(call, start, beside, scale, context)
+        step = measured(call, start, beside, scale)
         if scale == 1 or _is_finite(step):
             return step
         scale = max(1.0, scale / _BACKOFF)
@@ -120,44 +105,44 @@ def autocast_step(
     low: torch.dtype | None,
     notes: list[str],
 ) -> MeasuredStep | None:
-    """A measured step of the plain model under autocast in `low`, the 16-bit dtype of the plan; the other arguments
-    are as in `measured`. None if `low` is None, or if the model does not run under autocast: the reason then goes to
-    `notes`."""
+    """A measured step of the plain model under autocast in `low`; None if that is None, or if the model does not run
+    under autocast: the reason then goes to `notes`."""
     if low is None:
         return None
+
+    def under_autocast() -> Any:
+        with torch.autocast(start.device.type, dtype=low):
+            return call()
+
     try:
-        return scaled(call, start, beside, low, lambda: torch.autocast(start.device.type, dtype=low))
+        return scaled(under_autocast, start, beside, low)
     except RuntimeError as failure:  # a kernel that is missing in this dtype
         notes.append(f"torch.autocast in {dtype_name(low)} does not run this model here: {in_brief(failure)}")
         return None
 
 
-def train(call: Callable[[], Any], scale: float = 1.0, context: Context = nullcontext) -> float:
-    """Run a forward, in the context that `context` makes, and its backward with the loss times `scale`, while holding
-    the outputs, as training loops do. Returns the loss, without `scale`."""
-    with context():
-        output = call()
+def _train(call: Callable[[], Any], scale: float) -> float:
+    """Run a forward and its backward with the loss times `scale`, holding the outputs as loops do; returns the loss."""
+    output = call()
     loss = scalar_loss(output)
     (loss * scale if scale != 1 else loss).backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())  # waits for the device
 
 
 def _is_finite(step: MeasuredStep) -> bool:
-    return all(bool(_values(gradient).isfinite().all()) for gradient in step.gradients.values())
+    values = (one.coalesce().values() if one.is_sparse else one for one in step.gradients.values())
+    return all(bool(one.isfinite().all()) for one in values)
 
 
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
-
-
-def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    return distinct_bytes(here for here in tensors if here.device == device and here.layout == torch.strided)
+def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int:
+    """The bytes of the storages of dense tensors on a device, each counted once, in blocks of `block_bytes`."""
+    here = (one for one in tensors if one.device == device and one.layout == torch.strided)
+    return distinct_bytes(here, block_bytes)
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """A phase's peak, and the bytes that are left at its end, both beyond those present when the recording began;
-    `left_bytes` may be negative."""
+    """A phase's peak and the bytes left at its end, beyond those at the beginning of the recording."""
 
     peak_bytes: int
     left_bytes: int
@@ -182,11 +167,7 @@ class PhaseMeter:
             self._start = kind.allocated_bytes(self._device)
             kind.reset_peak(self._device)
             return self
-        there = resident_cpu_blocks()
-        self._events.start()
-        for address, nbytes in there.items():
-            self._events.declare(address, nbytes)
-        self._start = len(there)
+        self._start = len(start_with_resident(self._events))
         return self
 
     def end_phase(self) -> None:
@@ -199,16 +180,13 @@ class PhaseMeter:
         self.phases += (_Phase(peak - self._start, now - self._start),)
         kind.reset_peak(self._device)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not device_of(self._device).caching:
             self.phases = _phases(self._events.stop()[self._start :])
 
 
 def _phases(events: list[int]) -> tuple[_Phase, ...]:
-    """The phases in a recording of bytes allocated and (negative) freed, divided at the marks; what follows the last
-    mark is left out."""
+    """The phases in a recording of bytes allocated and (negative) freed, each of which ends with a mark."""
     phases: list[_Phase] = []
     left = begin = 0
     for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,7 @@ class GradientError:
 
     @property
     def counts(self) -> bool:
-        """Whether the reference gradient is more than rounding noise around zero. The gradient of a key projection's
-        bias in attention, for instance, is only noise."""
+        """Whether the reference gradient is more than noise around zero, as a key projection's bias has."""
         return self.share > ROUNDING
 
 
@@ -76,9 +75,7 @@ class Accuracy:
         return tuple(sorted(self.gradients, key=lambda error: (not error.counts, -error.relative)))
 
     @classmethod
-    def of(
-        cls, loss: float, gradients: Mapping[str, torch.Tensor], exact_loss: float, exact: Mapping[str, torch.Tensor]
-    ) -> Accuracy:
+    def of(cls, loss: float, gradients: Tensors, exact_loss: float, exact: Tensors) -> Accuracy:
         """Compare a run's loss and gradients with the reference's, by the names of parameters."""
         whole = _length(float(dense(gradient).norm()) for gradient in exact.values())
         errors, off = [], []
@@ -134,12 +131,8 @@ def ratio_of(part: float, whole: float) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
-@dataclass(frozen=True)
-class Exact:
-    """The loss and the gradients, by the names of parameters, of a step in float64."""
-
-    loss: float
-    gradients: Tensors
+Exact = tuple[float, Tensors]
+"""The loss and the gradients, by the names of parameters, of a step that others are compared with."""
 
 
 def float64_step(
@@ -149,14 +142,10 @@ def float64_step(
     generators: tuple[Any, ...],
     after: tuple[Any, ...],
 ) -> Exact | str:
-    """Train one forward and backward of a deep copy of `model` in float64, from the generator states `generators`.
-    `call` has the arguments and keywords; `loss_fn` is the loss function, None if the model returns its loss.
-
-    Operators that the model tells to compute in fp32 compute in float64 too. Random numbers are drawn in fp32, as a
-    plain step draws them. `after` has the generator states that such a step leaves. The model itself is not changed.
-
-    Where the model cannot be copied or run in float64, or drew other random numbers, the reason is returned, as the end
-    of a sentence that begins with "since"."""
+    """Train one forward and backward of a deep copy of `model` in float64, from the generator states `generators`,
+    without changing the model. Operators that the model tells to compute in fp32 compute in float64 too; random numbers
+    are drawn in fp32. Where the model cannot be copied or run in float64, or does not leave the generator states
+    `after` of a plain step, returns the reason, as the end of a sentence that begins with "since"."""
     device = next(model.parameters()).device
     try:
         twin = copy.deepcopy(model).double()
@@ -170,10 +159,8 @@ def float64_step(
         return f"it does not run in float64: {in_brief(failure)}"
     if not _same(generator_states(device), after):
         return "float64 draws other random numbers"
-    named = twin.named_parameters()
-    return Exact(
-        float(loss.detach()), {name: on_host(parameter.grad) for name, parameter in named if parameter.grad is not None}
-    )
+    gradients = {name: on_host(one.grad) for name, one in twin.named_parameters() if one.grad is not None}
+    return float(loss.detach()), gradients
 
 
 def _widened(value: Any) -> Any:

@@ -62,9 +62,24 @@ def check(job: Job, locked: str | None) -> int | None:
         return check_lock(job, locked)
     prepared = job.prepare()
     account, comparison = _trained(prepared)
-    held, exact = account.total.measured_bytes <= prepared.budget_gb * 1024**3, _exact(comparison)
-    tables = str(account), "", str(comparison), "", _verdict(held, exact)
-    answer(job, _figures(account, comparison, held, exact), *tables)
+    autocast = comparison.accuracies.autocast
+    rounding = max(_GRADIENT_ERROR, 2 * autocast.gradient if autocast else 0.0)
+    held = account.total.measured_bytes <= prepared.budget_gb * 1024**3
+    exact = comparison.bitwise or comparison.accuracies.optimized.gradient <= rounding
+    figures = {
+        "within_budget": held,
+        "gradients_right": exact,
+        "bitwise": comparison.bitwise,
+        "loss_error": comparison.loss_error,
+        "rows": {
+            row.name: {"predicted": row.predicted_bytes, "measured": row.measured_bytes}
+            for row in (*account.rows, account.total)
+        },
+        "seconds": {"plain": comparison.plain.seconds, "planned": comparison.optimized.seconds},
+    }
+    budget = "The step stayed within the budget" if held else "THE STEP HELD MORE THAN THE BUDGET"
+    verdict = f"{budget}, and {'its gradients are right.' if exact else 'ITS GRADIENTS ARE WRONG.'}"
+    answer(job, figures, str(account), "", str(comparison), "", verdict)
     return None if held and exact else FAILED
 
 
@@ -94,29 +109,3 @@ def _trained(prepared: Prepared) -> tuple[AccountCheck, Comparison]:
     optimizer = getattr(torch.optim, names[options["optimizer"].lower()])(model.parameters())
     optimizer = memopt.wrap_optimizer(model, optimizer)
     return memopt.check(model, optimizer, batch), memopt.compare(model, batch)
-
-
-def _exact(comparison: Comparison) -> bool:
-    """Whether the gradients are no further from the reference than rounding in their dtype explains."""
-    known = comparison.accuracies
-    if comparison.bitwise or known is None:
-        return comparison.bitwise
-    autocast = known.autocast.gradient if known.autocast else 0.0
-    return known.optimized.gradient <= max(_GRADIENT_ERROR, 2 * autocast)
-
-
-def _verdict(held: bool, exact: bool) -> str:
-    budget = "The step stayed within the budget" if held else "THE STEP HELD MORE THAN THE BUDGET"
-    return f"{budget}, and {'its gradients are right.' if exact else 'ITS GRADIENTS ARE WRONG.'}"
-
-
-def _figures(account: AccountCheck, comparison: Comparison, held: bool, exact: bool) -> dict[str, Any]:
-    rows = (*account.rows, account.total)
-    return {
-        "within_budget": held,
-        "gradients_right": exact,
-        "bitwise": comparison.bitwise,
-        "loss_error": comparison.loss_error,
-        "rows": {row.name: {"predicted": row.predicted_bytes, "measured": row.measured_bytes} for row in rows},
-        "seconds": {"plain": comparison.plain.seconds, "planned": comparison.optimized.seconds},
-    }

@@ -33,8 +33,7 @@ OPTIMIZERS = (
 
 
 def check_early(model: str, device: str | None, budget: str | None) -> None:
-    """Raise `UsageError` for a device that is not in the table, a budget that is no number of gigabytes, or a name that
-    no model can have."""
+    """Raise `UsageError` for a device, a budget or a model's name that cannot be right."""
     if device is not None and device.lower() not in HERE:
         known_card(device)
     if budget is not None:
@@ -65,8 +64,7 @@ def _plain(name: str) -> str:
 
 
 def gigabytes(option: str, written: str) -> float:
-    """The number of gigabytes written for an option, such as "8", "7.5" or "8GB". Raises `UsageError` for 0, and for a
-    text that is no such number."""
+    """The number of gigabytes written for an option: "8", "7.5" or "8GB". Raises `UsageError` for another text."""
     number = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:gi?b?)?\s*", written, re.IGNORECASE)
     if number is None or float(number[1]) == 0:
         raise UsageError(f"{option} takes a number of gigabytes, such as 8 or 7.5, not {written!r}")
@@ -90,8 +88,7 @@ def _check_model(name: str) -> None:
 
 
 def _check_architecture(name: str) -> None:
-    """Raise `UsageError` for a name that neither transformers has nor a model in the local cache of the Hugging Face
-    hub. Without transformers, any name passes."""
+    """Raise `UsageError` for a name of no model in transformers or in the cache of the Hugging Face hub."""
     types, texts = _model_types()
     if not types or squeezed(name) in set(map(squeezed, types)) or is_cached(name):
         return
@@ -134,8 +131,7 @@ def _hub_cache() -> Path:
 
 
 def no_model(name: str, types: Iterable[str]) -> UsageError:
-    """The error for a name that no model type or class of transformers has. It suggests the most similar names among
-    `types`, the known model types."""
+    """The error for a name that no model has; it suggests the most similar ones of `types`."""
     close = difflib.get_close_matches(name.lower(), types, n=3)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) or "-" in name:
         others = f" (it has {', '.join(close)})" if close else ""

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 
 FAILED, BAD_USAGE, DOES_NOT_FIT = 1, 2, 3
@@ -21,8 +22,7 @@ class UsageError(ValueError):
 
 
 def described(error: Exception) -> tuple[int, str]:
-    """The exit code for an error, and the text to print: one sentence; for a `BudgetError`, what can be done about it
-    follows in further lines."""
+    """The exit code for an error, and the text to print: one sentence, or several lines for a `BudgetError`."""
     code, sentence = _failure(error)
     return code, sentence if code == DOES_NOT_FIT else " ".join(sentence.split())
 
@@ -44,20 +44,14 @@ def _failure(error: Exception) -> tuple[int, str]:
         from memopt.capture.dry_run import RUN_UNPLANNED
 
         return FAILED, str(error).replace(RUN_UNPLANNED, "change the model at that line, or its inputs with --shape")
-    if isinstance(error, (ValueError, TypeError, ModuleNotFoundError)) and _raised_by_memopt(error):
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    # Messages of errors that a library or the model's own code raised are no sentences for users.
+    own = bool(frames) and str(frames[-1].f_globals.get("__name__", "")).startswith("memopt.")
+    if own and isinstance(error, (ValueError, TypeError, ModuleNotFoundError)):
         return BAD_USAGE, str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return BAD_USAGE, f"{error.filename}: {error.strerror}"
     return FAILED, f"{one_line(error)} (--debug shows the traceback)"
-
-
-def _raised_by_memopt(error: Exception) -> bool:
-    """Whether memopt itself raised the error, so that its message is a sentence for users; False if a library or the
-    model's own code raised it."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and str(traceback.tb_frame.f_globals.get("__name__", "")).startswith("memopt.")
 
 
 def one_line(error: BaseException) -> str:
@@ -87,11 +81,8 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """Context in which Ctrl-C ends the process at once, with one sentence.
-
-    A `KeyboardInterrupt` does not suffice: raised within a finalizer or a callback it is printed and ignored, and
-    raised within an import it can become another error. Files are written whole or not at all, so none is left
-    broken."""
+    """Context in which Ctrl-C ends the process at once, with one sentence. A `KeyboardInterrupt` is ignored within a
+    finalizer or a callback, and can become another error within an import. Files are written whole or not at all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

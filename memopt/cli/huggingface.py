@@ -17,31 +17,18 @@ if TYPE_CHECKING:
 
 # The kinds of models that return a loss; of a model type, the first kind here that it has is built.
 _HEADS = (
-    "MASKED_LM",
-    "CAUSAL_LM",
-    "SEQ_TO_SEQ_CAUSAL_LM",
-    "IMAGE_CLASSIFICATION",
-    "SPEECH_SEQ_2_SEQ",
-    "CTC",
-    "IMAGE_TEXT_TO_TEXT",
-    "SEQUENCE_CLASSIFICATION",
-    "AUDIO_CLASSIFICATION",
-    "SEMANTIC_SEGMENTATION",
-)
+    "MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "SPEECH_SEQ_2_SEQ", "CTC",
+    "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "SEMANTIC_SEGMENTATION",
+)  # fmt: skip
 _DECODED_HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 
 
 def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """A function that builds the architecture of that name with random weights; nothing is downloaded.
-
-    Args:
-        name: a model type ("gpt2"), a class of transformers ("BertForSequenceClassification"), the path of a
-            `config.json` or of its folder, or a model of the hub whose configuration is in the local cache.
-        settings: fields of the configuration to change, by name.
-
-    Raises `UsageError` without transformers, and for an unknown name; the returned function raises it for settings that
-    the configuration does not have, and where the model cannot be built.
-    """
+    """A function that builds an architecture with random weights; nothing is downloaded. `name` is a model type
+    ("gpt2"), a class of transformers, the path of a `config.json` or of its folder, or a model of the hub whose
+    configuration is in the local cache; `settings` are fields of the configuration to change. Raises `UsageError`
+    without transformers and for an unknown name; the returned function for unknown settings, and where the model cannot
+    be built."""
     try:
         import transformers
     except ImportError as error:
@@ -72,8 +59,7 @@ def architecture(name: str, settings: Mapping[str, Any]) -> Callable[[], nn.Modu
 
 
 def _configuration(transformers: Any, name: str) -> tuple[Callable[..., Any], Any]:
-    """A function that makes the configuration, given the fields to change; and the class of the model if `name` is one,
-    else None. Raises `UsageError` for an unknown name."""
+    """A function that makes the configuration, given fields to change; and the model's class, if `name` is one."""
     path = Path(name)
     if name and path.is_dir():
         path = path / "config.json"
@@ -105,8 +91,7 @@ def _check_settings(config: Any, settings: Mapping[str, Any], name: str) -> None
 
 
 def _head(transformers: Any, config: Any) -> Any:
-    """The class of the model to build for a configuration: the first that `config.architectures` names, else the first
-    of `_HEADS` that its model type has. Raises `UsageError` where there is none."""
+    """The class of the model for a configuration: the first of its `architectures`, or of `_HEADS`, that there is."""
     for named in config.architectures or ():
         if hasattr(transformers, named):
             return getattr(transformers, named)

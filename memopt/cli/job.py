@@ -23,17 +23,13 @@ if TYPE_CHECKING:
     from memopt.planning.options import PlanOptions
 
 
-PRECISIONS = ("auto", "fp32", "bf16", "fp16", "search")
-
-
 def _among(names: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
     """For completion in the shell, a function that returns those of `names` that begin with what was typed."""
     return lambda _context, _parameter, typed: [name for name in names if name.startswith(typed.lower())]
 
 
 def _levers(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For completion in the shell, what was typed of `--allow` with its last name completed by each lever that fits;
-    levers that are named before are left out."""
+    """For completion in the shell, the text of `--allow` with its last name completed by each lever that fits."""
     *named, last = incomplete.split(",")
     before, taken = "".join(f"{name}," for name in named), last[:1] == "-"
     words = (f"-{name}" for name in LEVERS) if taken else ("default", *LEVERS)
@@ -82,7 +78,9 @@ _ARGUMENTS = (
         help="GB of host memory that the plan may use. Without --allow, frozen parameters may lie there too "
         "(offload_parameters), with the backend aten.",
     ),
-    click.option("--precision", type=click.Choice(PRECISIONS), default="auto", show_default=True),
+    click.option(
+        "--precision", type=click.Choice(("auto", "fp32", "bf16", "fp16", "search")), default="auto", show_default=True
+    ),
     click.option(
         "--optimizer", default="adamw", metavar="NAME", show_default=True, shell_complete=_among(OPTIMIZERS),
         help="A name of torch.optim, or none.",
@@ -115,8 +113,7 @@ class Job:
     debug: bool = field(default=False, repr=False)
 
     def prepare(self) -> Prepared:
-        """Read the options, build the model on "meta", and determine its inputs. Raises `UsageError` for a value that
-        cannot be used."""
+        """Read the options, build the model on "meta", and determine its inputs. May raise `UsageError`."""
         with stage(f"loading {self.model}"):
             return self._prepare()
 
@@ -203,8 +200,7 @@ def _allowed(written: str) -> frozenset[str]:
 
 
 def takes_job(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Decorates a command whose first parameter is a `Job`: adds the shared options to its own, and passes their values
-    as that job."""
+    """Adds the shared options to a command's own, and passes their values as its first argument, a `Job`."""
     shared = [one.name for one in fields(Job)]
 
     @functools.wraps(command)

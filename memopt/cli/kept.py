@@ -7,42 +7,38 @@ import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import memopt
 from memopt.capture.inputs import batch_call
 from memopt.cli.job import Job, Prepared
+from memopt.disk_cache import LIVE
 from memopt.planning import plan_cache
-from memopt.planning.cards import OnCard
 from memopt.planning.changes import Change
-from memopt.planning.frontier import Frontier, Recipe
+from memopt.planning.frontier import Recipe
 from memopt.planning.job_key import PlanJob
 from memopt.planning.options import check_options
 from memopt.planning.plan import Plan
 from memopt.planning.plan_graphs import PlanDiff
-from memopt.planning.plan_views import Format
 from memopt.planning.terms import ModelTerms, Situation
-from memopt.show.exports import write_export
 from memopt.show.op_story import told_graph
-from memopt.show.page import page, write_page
+from memopt.show.plan_diffs import diff_between, diff_of
 from memopt.show.step import Step
 from memopt.show.step_of_plan import step_of
-from memopt.show.views import diff_between, diff_of
 
 if TYPE_CHECKING:
     from networkx import DiGraph
 
 
-@dataclass(frozen=True)
-class Details:
-    """A plan, and those facts about its graphs that its tables, its diff and its page show: plain data that is kept on
-    disk, without the graphs."""
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The plan of a job, and those facts about its graphs that commands show: data that is kept on disk."""
 
     plan: Plan
+    """Without graphs where it was read from disk."""
     step: Step
     changes: tuple[Change, ...]
     """The changes that `Plan.diff` shows."""
@@ -51,10 +47,12 @@ class Details:
     recipes: tuple[Recipe, ...]
     nodes: str
     """The nodes of the `told_graph` with their attributes, and its edges, as JSON."""
+    prepared: Prepared | None = field(default=None, metadata=LIVE)
+    """What the plan is made from."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Details:
-        """The details of a plan. Raises `ValueError` for one that was loaded from a file."""
+    def of(cls, plan: Plan) -> Planned:
+        """What is kept of a plan that was made in this process."""
         graph, diff = told_graph(plan), plan.diff()
         edges = [(read, name) for name in graph for read in graph.predecessors(name)]  # in the order of the operands
         nodes = json.dumps((list(graph.nodes(data=True)), edges))
@@ -70,54 +68,33 @@ class Details:
         graph.add_edges_from(edges)
         return graph
 
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """The plan of a job: `details` are what commands show of it; `live` returns the plan with its graphs. If `details`
-    were read from disk, the first call of `live` plans again."""
-
-    details: Details
-    live: Callable[[], Plan]
-
-    @property
-    def plan(self) -> Plan:
-        """The plan; without graphs where it was read from disk."""
-        return self.details.plan
+    @cached_property
+    def live(self) -> Plan:
+        """The plan with its graphs, made again where it was read from disk."""
+        assert self.prepared is not None
+        return made(self.prepared) if self.plan.source is None else self.plan
 
     def diff(self, other: Planned | None = None, *, order: bool = False) -> PlanDiff:
-        """What the plan changes in the captured step; with `other`, the changes that one of the two plans makes and the
-        other does not. `order` shows nodes that only moved, too. See `Plan.diff`."""
+        """As `Plan.diff`; with `other`, the changes that only one of the two plans makes."""
         if order:
-            return self.live().diff(None if other is None else other.live(), order=True)
-        own = diff_of(self.plan, self.details.changes, self.details.modules, lambda stage: self.live().diff(stage))
+            return self.live.diff(None if other is None else other.live, order=True)
+        own = diff_of(self.plan, self.changes, self.modules, lambda stage: self.live.diff(stage))
         if other is None:
             return own
         return diff_between(
-            self.plan, own, other.plan, other.diff(), lambda stage: self.live().diff(other.live()).of_stage(stage)
+            self.plan, own, other.plan, other.diff(), lambda stage: self.live.diff(other.live).of_stage(stage)
         )
-
-    def report(self, path: str, frontier: Frontier[Plan] | None, cards: Sequence[OnCard]) -> None:
-        """Write the HTML page of the plan to `path`, as `Plan.report` does, with the plans for other budgets in
-        `frontier` (None: without them) and what each of `cards` would do."""
-        step, recipes = self.details.step, self.details.recipes
-        write_page(Path(path), page(self.plan, step, self.diff(), recipes, frontier, cards))
-
-    def export(self, path: str, form: Format) -> None:
-        """Write the step for another tool, as `Plan.export` does."""
-        write_export(Path(path), form, lambda: self.details.step, lambda: self.details.graph)
 
 
 def planned(job: Job) -> Planned:
-    """The plan of a job, read from disk where an earlier command has planned the same; with `MEMOPT_CACHE=0` it is
-    always made now. Raises `UsageError`, and what `memopt.plan` raises."""
+    """The plan of a job, read from disk where it was made before, unless `MEMOPT_CACHE=0`. May raise `UsageError`."""
     prepared = job.prepare()
-    live = cache(partial(made, prepared))
     key = _key(prepared) if plan_cache.is_on() else None
-    details = plan_cache.find(key, Details)
-    if details is None:
-        details = Details.of(live())
-        plan_cache.keep(key, details, packed=True)
-    return Planned(details, live)
+    found = plan_cache.find(key, Planned)
+    if found is None:
+        found = Planned.of(made(prepared))
+        plan_cache.keep(key, found, packed=True)
+    return replace(found, prepared=prepared)
 
 
 def made(prepared: Prepared) -> Plan:
@@ -131,13 +108,12 @@ def _key(prepared: Prepared) -> str | None:
     options = check_options(prepared.budget_gb, **prepared.options)
     terms = ModelTerms(prepared.model, options)
     call = batch_call(prepared.meta_batch(), options.loss_fn)
-    further = Details.__name__, terms.backend, _own_code()
+    further = Planned.__name__, terms.backend, _own_code()
     return PlanJob(prepared.model, call, Situation(), options, terms.card, options.loss_fn, further).sketch()
 
 
 def _own_code() -> list[str]:
-    """Hashes of the files of all loaded modules that belong neither to Python or installed packages nor to memopt,
-    sorted."""
+    """Hashes of the files of all loaded modules that are the user's own, sorted."""
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     files = {
         Path(file)

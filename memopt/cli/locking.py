@@ -23,8 +23,7 @@ class _LockFile:
 
 
 def write_lock(job: Job, path: str) -> None:
-    """Write the memory lock (the recorded memory and time) of the step that a job describes to a file, and show its
-    figures. Raises `UsageError`, and what `memopt.plan` raises."""
+    """Write the memory lock of the step that a job describes to a file, and show its figures."""
     card = card_named(job.device) or hardware_of(device_here()).name
     # A later check plans the same on any machine.
     job = replace(job, device=card, budget_gb=f"{budget_gb(job.budget_gb, card):.17f}")
@@ -34,9 +33,8 @@ def write_lock(job: Job, path: str) -> None:
 
 
 def check_lock(job: Job, path: str) -> int | None:
-    """Plan the step of a lock file again, and show its figures next to those in the file, and why they grew. Returns
-    the exit code of `memopt check --lock`: `FAILED` if a figure grew, else None. Raises `UsageError` if `job`
-    names a model or has options other than --json and --debug: those of the step are in the file."""
+    """Plan the step of a lock file again, and show how its figures grew, and why. Returns `FAILED` if one grew, else
+    None. Raises `UsageError` if `job` has a model or options that are in the file."""
     if _named_by(job) != Job(model=""):
         raise UsageError(f"{path} names the model and its options: leave out MODEL and all options but --json")
     kept = load(path, _LockFile, "lock", "make it with memopt lock")

@@ -13,14 +13,10 @@ from memopt.progress import lines_on_stderr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with `arguments` (default: those of this process) and return its exit code.
-
-    0: the step fits, or the command had nothing to judge. 1: the model cannot be planned, or a check failed. 2: bad
-    usage. 3: no plan fits the budget. Ctrl-C ends the process by its signal, which shells report as 130.
-
-    Long work says on stderr how far it has come: on a terminal in one line, elsewhere in a line for each stage. With
-    "--debug" among the arguments, failures are raised with their traceback; with "--json" they are printed as JSON too.
-    """
+    """Run the command with `arguments` (default: those of this process) and return its exit code: 0 if the step fits or
+    there was nothing to judge, 1 if the model cannot be planned or a check failed, 2 for bad usage, 3 if no plan fits
+    the budget. Ctrl-C ends the process by its signal, which shells report as 130. Long work says on stderr how far it
+    has come. With "--debug", failures are raised with their traceback; with "--json" they are printed as JSON too."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     atexit.register(gc.freeze)  # else Python looks for cycles among all objects of torch at exit: a second
     debug = "--debug" in given
@@ -36,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, *, as_json: bool) -> int:
-    """Write one sentence about an error to stderr, and, if `as_json`, its figures to stdout. Returns the exit code for
-    it."""
+    """Write a sentence about an error to stderr, and its figures to stdout if `as_json`; returns the exit code."""
     from memopt.cli.output import failure_figures, in_columns, show_json
 
     code, sentence = described(error)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from memopt.cli.early import HERE, gigabytes, known_card
 from memopt.cli.failures import UsageError, one_line
 from memopt.cli.huggingface import architecture
+from memopt.cli.shapes import needed
 from memopt.compat.host import HOST
 from memopt.device import device_here, hardware, hardware_of
 from memopt.errors import GIB
@@ -29,15 +31,10 @@ Factory = Callable[[], tuple[nn.Module, Any]]
 
 
 def model_factory(name: str, settings: Iterable[str]) -> Factory:
-    """A function that makes the model called `name` (see `MODEL` in the help text) and its example inputs. The inputs
-    are None unless the name is that of a user's function that returns some.
-
-    Args:
-        settings: "name=value" texts: keywords of the user's function, or fields of the architecture's configuration.
-
-    Raises `UsageError` for a name or a setting that cannot be used, also where importing the user's file raises an
-    error.
-    """
+    """A function that makes the model called `name` (see `MODEL` in the help text) and its example inputs, None unless
+    a user's function returns some. `settings` are "name=value" texts: keywords of that function, or fields of the
+    architecture's configuration. Raises `UsageError` for what cannot be used, also where the user's file raises an
+    error."""
     values = dict(map(_setting, settings))
     module, colon, attribute = name.rpartition(":")
     if name.endswith(".py"):
@@ -53,34 +50,28 @@ def model_factory(name: str, settings: Iterable[str]) -> Factory:
     _check_arguments(found, values, name)
 
     def build() -> tuple[nn.Module, Any]:
-        with _as_usage_error(f"{name} raised %s when it was called"), _own_output():
+        with _users_code(f"{name} raised %s when it was called"):
             return _checked(found(**values) if callable(found) and not isinstance(found, nn.Module) else found, name)
 
     return build
 
 
 def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> None:
-    """Raise `UsageError` where a function has required parameters that `values` does not have; `name` is the function's
-    in the message."""
+    """Raise `UsageError` where `values` lacks a required parameter of the function called `name`."""
     if isinstance(function, nn.Module) or not callable(function):
         return
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a function in C without a signature
         return
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [one for one in parameters if one.default is one.empty and one.kind not in optional]
-    if missing := [one.name for one in needed if one.name not in values]:
+    if missing := [one for one in needed(parameters) if one not in values]:
         give = " ".join(f"--set {argument}=VALUE" for argument in missing)
         raise UsageError(f"{name} needs {', '.join(map(repr, missing))}; give it with {give}")
 
 
 def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
-    """A function that makes the model of `build` frozen and in `dtype`, with LoRA adapters of rank `rank` in fp32 on
-    its linear layers. Experts that are stacked in one parameter stay as they are: a forward with adapters on these is
-    no single graph.
-
-    Raises `UsageError` without peft."""
+    """A function that makes the model of `build` frozen and in `dtype`, with LoRA adapters in fp32 on its linear
+    layers, but not on experts that are stacked in one parameter: a forward with these is no single graph."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -92,13 +83,11 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         left_out = [name for name, module in model.named_modules() if module is head and name]
         config = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=left_out or None)
-        with _as_usage_error("--lora: peft raised %s"):
+        with _users_code("--lora: peft raised %s"):
             # within a module that has no `config`, by which PEFT would find stacked experts
             inject_adapter_in_model(config, nn.Sequential(model.to(dtype)), low_cpu_mem_usage=True)
         if getattr(getattr(model, "config", None), "use_cache", False):
-            model.config.use_cache = (
-                False  # as a Trainer has it; else the step returns the keys and values of all layers
-            )
+            model.config.use_cache = False  # as a Trainer has it; else the step returns all layers' keys and values
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -120,8 +109,7 @@ def on_meta(build: Factory) -> tuple[nn.Module, Any]:
 
 
 def named_function(name: str) -> Callable[..., Any]:
-    """A loss function by its name: one of `torch.nn.functional` ("cross_entropy"), `package.module:function` or
-    `file.py:function`. Raises `UsageError` for an unknown name."""
+    """A loss function: one of `torch.nn.functional`, `package.module:function` or `file.py:function`."""
     if ":" not in name:
         found = getattr(torch.nn.functional, name, None)
         if not callable(found):
@@ -133,8 +121,7 @@ def named_function(name: str) -> Callable[..., Any]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """A "name=value" text as name and Python value; a value that is no Python literal stays text. Raises `UsageError`
-    for another text."""
+    """A "name=value" text as name and Python value; a value that is no Python literal stays text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"--set takes NAME=VALUE, such as n_layer=4, not {text!r}")
@@ -145,9 +132,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _loaded(module: str) -> ModuleType:
-    """The user's module, by its dotted name or by the path of its file. Raises `UsageError` where it cannot be
-    imported."""
-    with _as_usage_error(f"{module} raised %s when it was imported"), _own_output():
+    """The user's module, by its dotted name or by the path of its file."""
+    with _users_code(f"{module} raised %s when it was imported"):
         return _load_file(Path(module)) if module.endswith(".py") else _import(module)
 
 
@@ -170,12 +156,12 @@ def _load_file(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path, loader=_SourceLoader(path.stem, str(path)))
+    loader = _SourceLoader(path.stem, str(path))
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # classes of the file are looked up by the name of their module
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
 
 
@@ -188,8 +174,7 @@ class _SourceLoader(SourceFileLoader):
 
 
 def _attribute(module: ModuleType, name: str, written: str) -> Any:
-    """The attribute `name` of a module; if that is empty, the only function or model class that the file itself
-    defines. Raises `UsageError`, which names what was `written`, where there is none."""
+    """The attribute `name` of a module; if that is empty, the only function or model class that the file defines."""
     own = [key for key, value in vars(module).items() if _makes_model(value, module) and not key.startswith("_")]
     if not name and len(own) == 1:
         name = own[0]
@@ -215,35 +200,24 @@ def _checked(made: Any, name: str) -> tuple[nn.Module, Any]:
 
 
 @contextlib.contextmanager
-def _as_usage_error(sentence: str) -> Iterator[None]:
-    """Context in which any error of the user's code becomes a `UsageError`, whose text is `sentence` with the error in
-    place of "%s", and the line of code."""
+def _users_code(sentence: str) -> Iterator[None]:
+    """Context for the user's code: what it prints goes to stderr, and its errors become a `UsageError`, whose text is
+    `sentence` with the error in place of "%s"."""
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the command's answer
+            yield
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        line = error.__traceback__
-        while line is not None and line.tb_next is not None:
-            line = line.tb_next
-        file = Path(line.tb_frame.f_code.co_filename) if line else Path(__file__)
-        place = f" (line {line.tb_lineno} of {file.name})" if line and file != Path(__file__) else ""
+        *_, (frame, line) = walk_tb(error.__traceback__)
+        file = Path(frame.f_code.co_filename)
+        place = f" (line {line} of {file.name})" if file != Path(__file__) else ""
         raise UsageError(sentence.replace("%s", one_line(error)) + place) from error
 
 
-@contextlib.contextmanager
-def _own_output() -> Iterator[None]:
-    """Context in which what the user's code prints goes to stderr: stdout is for the command's answer."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
 def card_named(name: str | None) -> str | None:
-    """The name of the card in the hardware table, as `memopt.plan(device=…)` takes it: "rtx-4090" for "RTX 4090",
-    "4090" or "rtx4090". None, for this machine's device, if `name` is None or one of `HERE` ("gpu").
-
-    Raises `UsageError` for an unknown name, for one that several cards have, and for one of `HERE` on a machine
-    without a CUDA device."""
+    """The name of the card in the hardware table, "rtx-4090" for "RTX 4090", "4090" or "rtx4090". None, for this
+    machine's device, if `name` is None or one of `HERE`, which only a machine with a CUDA device has."""
     if name is None:
         return None
     if name.lower() in HERE:

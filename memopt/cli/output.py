@@ -15,7 +15,6 @@ from memopt.terminal import Console, RenderableType
 
 if TYPE_CHECKING:
     from memopt.cli.job import Job
-    from memopt.errors import BudgetError
     from memopt.planning.plan import Plan
 
 _WIDTH_OF_FILES = 110
@@ -31,8 +30,7 @@ def columns(file: TextIO | None = None) -> int:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print sentences and tables: on a terminal coloured and in its width, elsewhere plain and 110 columns wide, or as
-    wide as the environment variable COLUMNS says."""
+    """Print sentences and tables: coloured and in its width on a terminal, elsewhere plain and `columns` wide."""
     console = Console(highlight=False, markup=False, emoji=False)
     if console.is_terminal:
         for part in parts:
@@ -44,8 +42,7 @@ def show(*parts: RenderableType) -> None:
 
 
 def in_columns(text: str, file: TextIO) -> str:
-    """The text wrapped between words to the columns of `file`; indented lines, such as those of tables, stay as they
-    are."""
+    """The text wrapped between words to the columns of `file`; indented lines, as of tables, stay as they are."""
     width = columns(file)
     lines = (
         [line] if line.startswith(" ") else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
@@ -68,8 +65,7 @@ def answer(job: Job, figures: Any, *parts: RenderableType) -> None:
 
 
 def check_file(option: str, file: str | None) -> None:
-    """Raise `UsageError` where the file given for an option cannot be written, before time is spent on planning. Does
-    nothing for None."""
+    """Raise `UsageError` where the file given for an option cannot be written, before time is spent on planning."""
     if file is None:
         return
     folder = Path(file).parent
@@ -89,11 +85,22 @@ def check_file(option: str, file: str | None) -> None:
 
 
 def failure_figures(error: Exception, exit_code: int, sentence: str) -> dict[str, Any]:
-    """A failure for JSON: what `refusal_figures` returns for a `BudgetError`; for any other error a dict with
-    `sentence` under "error" and `exit_code` under "exit_code"."""
-    from memopt.errors import BudgetError
+    """A failure for JSON: of a `BudgetError` all figures; of any other error, its sentence and the exit code."""
+    from memopt.errors import GIB, BudgetError
 
-    return refusal_figures(error) if isinstance(error, BudgetError) else {"error": sentence, "exit_code": exit_code}
+    if not isinstance(error, BudgetError):
+        return {"error": sentence, "exit_code": exit_code}
+    return {
+        "fits": False,
+        "budget_gb": error.budget_gb,
+        "smallest_gb": error.smallest_gb,
+        "dominated_by": error.dominated_by,
+        "missing_gb": error.smallest_gb - error.budget_gb,
+        "further": list(error.further),
+        "ways": [{**dataclasses.asdict(way), "peak_gb": way.peak_bytes / GIB} for way in error.ways],
+        "allow_also": [list(names) for names in error.proposals],
+        "untried": list(error.untried),
+    }
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
@@ -122,20 +129,4 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "receipt": [{**dataclasses.asdict(row), "lever": row.lever or AS_CAPTURED} for row in plan.receipt],
         "modules": [dataclasses.asdict(row) for row in plan.modules],
         "notes": list(plan.notes),
-    }
-
-
-def refusal_figures(error: BudgetError) -> dict[str, Any]:
-    """The numbers of a `BudgetError` for JSON: the smallest budget that works, and the changes with which the step
-    fits."""
-    return {
-        "fits": False,
-        "budget_gb": error.budget_gb,
-        "smallest_gb": error.smallest_gb,
-        "dominated_by": error.dominated_by,
-        "missing_gb": error.smallest_gb - error.budget_gb,
-        "further": list(error.further),
-        "ways": [{**dataclasses.asdict(way), "peak_gb": way.peak_bytes / 1024**3} for way in error.ways],
-        "allow_also": [list(names) for names in error.proposals],
-        "untried": list(error.untried),
     }

@@ -67,14 +67,13 @@ def explain(job: Job, op: str | None) -> None:
       memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5
       memopt explain gpt2 --set n_layer=2 --device h100 --budget-gb 5 --op h.0.attn.c_proj
     """
-    from memopt.cli.explained import explain_file
     from memopt.cli.kept import planned
     from memopt.show.op_story import story_of
 
-    if explain_file(job, op):
+    if _explain_file(job, op):
         return
     found = planned(job)
-    plan, graph = found.plan, found.details.graph
+    plan, graph = found.plan, found.graph
     if op is not None:
         figures, tables = story_of(graph, op, plan.hardware)
         answer(job, figures, *tables)
@@ -83,9 +82,35 @@ def explain(job: Job, op: str | None) -> None:
         answer(job, figures, *_explained(plan, graph))
 
 
+def _explain_file(job: Job, op: str | None) -> bool:
+    """Explain the file that `job` names in place of a model, if it is a saved plan or a snapshot of torch's memory
+    history; returns whether it is. Raises `UsageError` where --op (`op`) or another option is given."""
+    from memopt.disk_cache import read_json
+    from memopt.planning.plan import Plan
+    from memopt.show.memory_history import history_parts, read_history
+    from memopt.show.report import parts
+
+    path = Path(job.model)
+    values = read_json(path) if path.suffix == ".json" else None
+    is_plan = isinstance(values, dict) and "format" in values  # else it may be the configuration of a model
+    if not is_plan and path.suffix not in (".pickle", ".pkl"):
+        return False
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    if op is not None or replace(job, json=False, debug=False) != Job(job.model):
+        raise UsageError(f"{path} is shown as it is, not planned again: leave out all options but --json")
+    if is_plan:
+        plan = Plan.load(path)
+        answer(job, plan_figures(plan), *parts(plan, columns()))
+    else:
+        history = read_history(path)
+        figures = {**asdict(history), "rows": history.rows, "advice": history.advice}
+        answer(job, figures, *history_parts(history, job.model))
+    return True
+
+
 def _explained(plan: Plan, graph: DiGraph) -> list[RenderableType]:
-    """What `memopt explain` prints of a plan: the peak, the largest values, what the levers did and at what price, and
-    the notes."""
+    """What `memopt explain` prints of a plan."""
     from memopt.show.op_story import values_table
     from memopt.show.report import bytes_table, headline, receipt_table
     from memopt.units import size
@@ -149,14 +174,9 @@ def diff(job: Job, stage: str | None, against: str | None, order: bool) -> None:
     if job.json:
         show_json({"stage": stage, "summary": lines.summary(), "diff": str(lines)})
     else:
-        click.echo("\n".join(map(_coloured, str(lines).splitlines())))
-
-
-def _coloured(line: str) -> str:
-    """A line of a diff, in green if it is added and in red if it is taken away; click drops colours outside a
-    terminal."""
-    colour = {"+": "green", "-": "red"}.get(line[:1])
-    return click.style(line, fg=colour) if colour else line
+        colours = {"+": "green", "-": "red"}  # which click drops outside a terminal
+        texts = [(line, colours.get(line[:1])) for line in str(lines).splitlines()]
+        click.echo("\n".join(click.style(line, fg=colour) if colour else line for line, colour in texts))
 
 
 @click.command("report", short_help="Write one HTML page about the plan.")
@@ -177,16 +197,17 @@ def report(job: Job, to: str, frontier: int | None, cards: bool) -> None:
         raise UsageError(f"--to takes a file named *.html, not {to!r}")
     check_file("--to", to)
     from memopt.cli.kept import planned
+    from memopt.show.page import page, write_page
 
     found = planned(job)
-    curve = None if frontier is None else found.live().frontier(frontier)
-    found.report(to, curve, found.live().cards() if cards else ())
+    curve = None if frontier is None else found.live.frontier(frontier)
+    others = found.live.cards() if cards else ()
+    write_page(Path(to), page(found.plan, found.step, found.diff(), found.recipes, curve, others))
     _show_file(job, found.plan, to, {"page": to})
 
 
 def _show_file(job: Job, plan: Plan, file: str, figures: dict[str, str], more: str = "") -> None:
-    """Print the plan and the name of the file that was written: as JSON with further `figures`, else with the file's
-    size and the text `more`."""
+    """Print the plan and the file that was written: as JSON with `figures`, else with its size and the text `more`."""
     from memopt.show.report import headline
     from memopt.units import size
 
@@ -211,7 +232,7 @@ def export(job: Job, to: str, form: str | None) -> None:
       memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --to step.pickle
       memopt export gpt2 --set n_layer=1 --device h100 --budget-gb 2 --format trace --to step.trace
     """
-    from memopt.show.exports import format_of
+    from memopt.show.exports import format_of, write_export
 
     try:
         chosen = format_of(Path(to), form)
@@ -221,5 +242,5 @@ def export(job: Job, to: str, form: str | None) -> None:
     from memopt.cli.kept import planned
 
     found = planned(job)
-    found.export(to, chosen)
+    write_export(Path(to), chosen, lambda: found.step, lambda: found.graph)
     _show_file(job, found.plan, to, {"file": to, "format": chosen}, f"; {_OPENED_BY[chosen]}")

@@ -36,15 +36,10 @@ class Shape:
         return torch.empty(self.sizes, dtype=self.dtype, device="meta")
 
     def random(self, device: torch.device, below: int = 2) -> torch.Tensor:
-        """A random tensor of this shape: normally distributed, or, for whole numbers, uniformly from 0 to `below`,
-        excluded."""
+        """A random tensor: normally distributed, or whole numbers from 0 to `below`, excluded."""
         if self.dtype.is_floating_point:
             return torch.randn(self.sizes, device=device).to(self.dtype)
         return torch.randint(0, 2 if self.dtype is torch.bool else below, self.sizes, device=device).to(self.dtype)
-
-    def with_sizes(self, sizes: tuple[int, ...]) -> Shape:
-        """An input of the same dtype with other sizes."""
-        return Shape(sizes, self.dtype)
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.sizes))}:{str(self.dtype).removeprefix('torch.')}"
@@ -79,8 +74,7 @@ def parse_shapes(written: Iterable[str]) -> Shapes:
 
 
 def _dtype(written: str | None, name: str) -> torch.dtype:
-    """The dtype that is written for the input `name`; if none is, int64 for inputs whose names stand for whole numbers,
-    else float32."""
+    """The dtype written for the input `name`; if none is, int64 for names of whole numbers, else float32."""
     if written is None:
         return torch.int64 if _WHOLE.fullmatch(name) else torch.float32
     found = getattr(torch, _SHORT.get(written, written), None)
@@ -91,8 +85,7 @@ def _dtype(written: str | None, name: str) -> torch.dtype:
 
 def shapes_of(inputs: Any, name: str, *, with_target: bool) -> Shapes:
     """The shapes of the example inputs that the user's function `name` gives with its model: a tensor, or a tuple, list
-    or dict of tensors; if `with_target`, a pair of such inputs and the second argument of the loss. Raises `UsageError`
-    for anything else."""
+    or dict of these; `with_target`, a pair of such inputs and the second argument of the loss."""
     rest: Shapes = {}
     if with_target and isinstance(inputs, (tuple, list)) and len(inputs) == 2:
         inputs, target = inputs
@@ -111,17 +104,12 @@ def shapes_of(inputs: Any, name: str, *, with_target: bool) -> Shapes:
 
 
 def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
-    """The shapes in `given`, or that of the model's main input if there are none. Unless inputs are positional, those
-    of the model's labels are added where they are missing and known.
-
-    Raises `UsageError` for inputs that the model's forward does not take, for those that it needs and that are not
-    given, and, if no shapes are given, for a model whose inputs are not known.
-    """
+    """The shapes in `given`, or that of the model's main input, with those of the model's labels unless inputs are
+    positional. Raises `UsageError` for inputs that the forward does not take, and for ones that it needs and that are
+    not known."""
     parameters = inspect.signature(model.forward).parameters
-    # The keywords that models of transformers take are for their kernels, and no inputs.
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and not hasattr(
-        model, "main_input_name"
-    )
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any &= not hasattr(model, "main_input_name")  # models of transformers take keywords for their kernels
     for name in given:
         if not name.isdigit() and name != "target" and name not in parameters and not takes_any:
             raise UsageError(f"{type(model).__name__} takes no {name!r}; its forward takes {', '.join(parameters)}")
@@ -132,7 +120,7 @@ def with_defaults(model: nn.Module, given: Shapes) -> Shapes:
     for name in ("labels", "start_positions", "end_positions"):
         if name in parameters and name not in shapes and (labels := _labels(model, name, shapes)) is not None:
             shapes[name] = labels
-    missing = [name for name in _needed(parameters.values()) if name not in shapes]
+    missing = [name for name in needed(parameters.values()) if name not in shapes]
     if missing:
         give = " ".join(f"--shape {name}=SIZES:DTYPE" for name in missing)
         raise UsageError(f"the forward of {type(model).__name__} also needs {', '.join(missing)}; give {give}")
@@ -147,39 +135,32 @@ def _check_positional(model: nn.Module, given: int) -> None:
         raise UsageError(
             f"the forward of {type(model).__name__} takes {len(taken)} inputs at most ({', '.join(taken)}), not {given}"
         )
-    missing = [name for name in _needed(parameters) if name not in taken[:given]]
+    missing = [name for name in needed(parameters) if name not in taken[:given]]
     if missing:
-        needed = f"the forward of {type(model).__name__} also needs {', '.join(missing)}"
-        raise UsageError(f"{needed}; give --shape once for each, in order")
+        told = f"the forward of {type(model).__name__} also needs {', '.join(missing)}"
+        raise UsageError(f"{told}; give --shape once for each, in order")
 
 
-def _needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
+def needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
     """The names of the parameters without which a function cannot be called."""
-    return [
-        one.name
-        for one in parameters
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
+    named = (one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    return [one.name for one in named if one.default is one.empty]
 
 
 def highest_values(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """For each input, the exclusive upper limit of its values if they are whole numbers: the size of the vocabulary for
-    tokens, the number of labels for classes, 2 where nothing is known."""
+    """For each input of whole numbers, the exclusive upper limit of its values; 2 where nothing is known."""
     config = getattr(model, "config", None)
     vocabulary = getattr(_text(config), "vocab_size", None) or 2
     classes = getattr(config, "num_labels", None) or 2
     highest = dict.fromkeys(shapes, 2)
     for name, shape in shapes.items():
-        if name.endswith("input_ids") or (name == "labels" and len(shape.sizes) == 2):
-            highest[name] = vocabulary
-        elif name == "labels":
-            highest[name] = classes
+        if name.endswith("input_ids") or name == "labels":
+            highest[name] = classes if name == "labels" and len(shape.sizes) != 2 else vocabulary
     return highest
 
 
 def _main_input(model: nn.Module) -> Shapes:
-    """The name and usual shape of a Hugging Face model's main input. Raises `UsageError` for a model whose main input
-    is not known."""
+    """The name and usual shape of a Hugging Face model's main input. Raises `UsageError` where it is not known."""
     name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     if name is None or config is None:
         raise UsageError(

@@ -158,6 +158,13 @@ def gaps(call: OpCall) -> int:
     return sum(spec.dense_bytes for spec in call.inputs if not spec.dense)
 
 
+def sparse_copies(call: OpCall) -> int:
+    """Workspace bytes of a conversion to a sparse tensor: its indices twice, and its values, those of 16 bits in fp32
+    too."""
+    spec = first(call)
+    return spec.numel * (16 * max(2, len(spec.size)) + max(6, spec.dtype.itemsize))
+
+
 MAKE_CONTIGUOUS = (
     "max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices avg_pool2d avg_pool3d "
     "max_pool3d_with_indices_backward avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d "
@@ -212,6 +219,7 @@ COMMON: dict[str, Rule] = {
     ),
     "linalg_matrix_exp": lambda call: 16 * max(4, first(call).dtype.itemsize) * first(call).numel + KB,
     "nonzero": lambda call: 16 * first(call).numel,
+    "_to_sparse": sparse_copies,
     "nonzero_static": lambda call: 8 * max(2, len(first(call).size)) * first(call).numel,
     **for_each("_unique _unique2", lambda call: all_bytes(call) + 32 * first(call).numel + KB),
     **for_each("any all", lambda call: 0 if first(call).dtype == torch.bool else first(call).numel + SCALARS),

@@ -95,8 +95,8 @@ def optimizer_step_price(
     """The bytes and seconds of stepping all trained `parameters` by the plain optimizer; their values are not read, so
     they may be on "meta".
 
-    Raises `ValueError` for an unknown name, for LBFGS and SparseAdam, for an optimizer that cannot be made from the
-    parameters alone, and for one whose steps cannot be run on fake tensors.
+    Raises `ValueError` for an unknown name, for LBFGS, for an optimizer that cannot be made from the parameters alone,
+    and for one whose steps cannot be run on fake tensors.
     """
     if optimizer is None or not parameters:
         return NOTHING

@@ -219,9 +219,9 @@ class Plan(PlanViews):
         """
         step = self._source().priced
         if isinstance(stage, Plan):
-            return shown("views").plans_diff(self, step, stage, stage._source().priced, order=order)
+            return shown("plan_diffs").plans_diff(self, step, stage, stage._source().priced, order=order)
         if stage is None:
-            return shown("views").plan_diff(self, step, order=order)
+            return shown("plan_diffs").plan_diff(self, step, order=order)
         return stage_diff(step.traced, self.regions, stage, order=order)
 
     def networkx(self) -> DiGraph:

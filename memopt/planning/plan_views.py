@@ -163,7 +163,7 @@ class PlanViews:
         The page of a plan that was loaded from a file shows the budget only. Raises `ValueError` for a path that does
         not end in .html.
         """
-        shown("views").write_report(self, Path(path), frontier, cards)
+        shown("page").report(self, path, frontier, cards)
 
     def explain(self, op: str | None = None) -> str:
         """Explain as text where the bytes go, and which of the largest values are saved, recomputed or offloaded. With
@@ -188,7 +188,7 @@ class PlanViews:
 
         Raises `ValueError` for another format, and for a plan that was loaded from a file.
         """
-        shown("views").export(self, Path(path), format)
+        shown("exports").export(self, path, format)
 
     def plot_timeline(self, path: str | Path | None = None) -> Figure:
         """Draw the memory over the step, as planned and with nothing recomputed, as a matplotlib figure; with `path`
@@ -197,13 +197,13 @@ class PlanViews:
         Raises `ModuleNotFoundError` without matplotlib (`pip install 'memopt[picture]'`), `ValueError` for another kind
         of file, and for a plan that was loaded from a file.
         """
-        return shown("views").timeline(self, path)
+        return shown("pictures").timeline(self, path)
 
     def plot_treemap(self, path: str | Path | None = None, *, planned: bool = True) -> Figure:
         """Draw the bytes of each module at the peak, as planned or (`planned=False`) with nothing recomputed. Writes
         and raises as `plot_timeline`."""
-        return shown("views").treemap(self, path, planned=planned)
+        return shown("pictures").treemap(self, path, planned=planned)
 
     def _repr_html_(self) -> str:
         """The main part of the page that `report` writes, for notebooks."""
-        return shown("views").notebook(self)
+        return shown("bands").notebook(self)

@@ -122,6 +122,23 @@ class WaitingPlain(Waiting):
     """Whether a backward has begun that frees its graph."""
 
 
+@dataclass
+class CallersCode:
+    """What the caller's own code was seen to hold between forwards of a model and their backwards."""
+
+    meanwhile: int | None = None
+    """The most bytes, including the gradients of the outputs; None where that was not seen."""
+    returned_bytes: int = 0
+    """The most bytes of outputs, or of their gradients, of a forward for which `meanwhile` was measured."""
+    metered: bool = False
+    """Whether `meanwhile` was measured by a memory meter, which sees more than an autograd graph shows."""
+
+    def note(self, nbytes: int, returned_bytes: int) -> None:
+        """Record the bytes held between a forward that returned `returned_bytes` and its backward."""
+        self.meanwhile = max(self.meanwhile or 0, nbytes)
+        self.returned_bytes = max(self.returned_bytes, returned_bytes)
+
+
 @dataclass(eq=False)
 class Entry:
     """What the `Ledger` of a device knows of one optimised model: its forwards that wait for their backward, which are
@@ -159,13 +176,9 @@ class Entry:
     """The most bytes of gradients that the caller's own code gives the model's parameters, as penalties on weights do;
     None before the first backward. On the host no search finds them: autograd keeps them until the model's backward has
     computed the others."""
-    meanwhile: int | None = None
-    """The most bytes that the caller's own code holds between a forward and its backward, including the gradients of
-    the outputs; None where that was not seen."""
-    returned_bytes: int = 0
-    """The most bytes of outputs, or of their gradients, of a forward for which `meanwhile` was measured."""
-    metered: bool = False
-    """Whether `meanwhile` was measured by a memory meter, which sees more than an autograd graph shows."""
+    _callers_code: dict[bool, CallersCode] = field(default_factory=lambda: {False: CallersCode(), True: CallersCode()})
+    """What the caller's own code holds between a forward and its backward, by whether parameters of the model were
+    trained: a discriminator is called in other code while it is frozen."""
     differentiated: bool = False
     """Whether gradients of one of its forwards were differentiated in turn (`create_graph=True`)."""
     outputs_in_backward: int | None = None
@@ -268,6 +281,11 @@ class Entry:
         return max(_LEAST_TOLERANCE, sum(parameter.nbytes for parameter in self.model.parameters()) // _TOLERANCE)
 
     @property
+    def callers_code(self) -> CallersCode:
+        """What was seen of the caller's own code around calls of the model as it is now, trained or frozen."""
+        return self._callers_code[any(parameter.requires_grad for parameter in self.model.parameters())]
+
+    @property
     def notable_bytes(self) -> int:
         """The smallest change in the bytes elsewhere for which they are counted again."""
         return self.tolerance_bytes // 2
@@ -362,10 +380,11 @@ class Entry:
         where nothing was seen; 0 where the user gave the number of bytes elsewhere (`fixed_bytes`)."""
         if self.fixed_bytes is not None:
             return 0
-        if self.meanwhile is None:
+        seen = self.callers_code
+        if seen.meanwhile is None:
             return None
-        grown = max(1.0, tangent_bytes / self.returned_bytes) if self.returned_bytes else 1.0
-        return max(0, int(grown * self.meanwhile) - tangent_bytes)
+        grown = max(1.0, tangent_bytes / seen.returned_bytes) if seen.returned_bytes else 1.0
+        return max(0, int(grown * seen.meanwhile) - tangent_bytes)
 
     def peak_above_lasting(self, plan: Plan) -> int:
         """`planning.derived.peak_above_lasting` of a plan in bytes, cached: the peak of its step less what stays from
@@ -384,7 +403,7 @@ class Entry:
         found += [self.plain_step_bytes] if self.plain_step_bytes else []
         if not found:
             return None
-        most = reduce(StepBytes.covering, found).with_callers_code(self.meanwhile or 0)
+        most = reduce(StepBytes.covering, found).with_callers_code(self.callers_code.meanwhile or 0)
         beside = any(plan.account.gradients_held for _, (plan, _) in self.plans.items())
         added = 0 if beside else max((one.nbytes for one in self.gradients_now()), default=0)
         return replace(most, least_peak=most.least_peak + added, peak=most.peak + added)

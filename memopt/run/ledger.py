@@ -173,9 +173,9 @@ class Moment:
                 in_step += max(0, retained_peak(plan, plan.schedule) - plan.ceiling_bytes)
             return max(in_step, plan.account.resident_bytes + max(until_backward, in_forward)) - beside
 
-        entry, dropped = self.entry, self.entry.dropped_outputs(plan)
-        seen = entry.meanwhile, entry.returned_bytes, self.kept_outputs, dropped, entry.graph.kept
-        return entry.figure(("alone", *seen), plan, figure)
+        code, dropped = self.entry.callers_code, self.entry.dropped_outputs(plan)
+        seen = code.meanwhile, code.returned_bytes, self.kept_outputs, dropped, self.entry.graph.kept
+        return self.entry.figure(("alone", *seen), plan, figure)
 
     def callers_code(self, plan: Plan) -> int:
         """The bytes that the caller's own code allocates between the forward and the backward of a plan: as seen in
@@ -186,7 +186,7 @@ class Moment:
     def beside_callers_code(self, situation: Situation, plan: Plan) -> Situation:
         """The situation with the bytes that the caller's own code was seen to allocate during steps like those of
         `plan`; unchanged where nothing was seen."""
-        if self.entry.meanwhile is None:
+        if self.entry.callers_code.meanwhile is None:
             return situation
         return replace(situation, meanwhile=in_steps(self.callers_code(plan), plan.budget_bytes))
 

@@ -192,7 +192,7 @@ class Share:
             with as_implemented():
                 differentiated = [tensor for tensor in tensors if tensor.grad_fn is not None]
                 outputs_bytes = distinct_bytes(tensor for tensor in differentiated if tensor.dim())
-                more = outputs_bytes > self.entry.returned_bytes or self.entry.given_bytes is None
+                more = outputs_bytes > self.entry.callers_code.returned_bytes or self.entry.given_bytes is None
                 others, before = self._parameters_of_others(), self._others_there or 0
                 more, self._others_there = more or others > before + self.entry.notable_bytes, max(before, others)
                 if differentiated and (more or self.ledger.may_look()):

@@ -52,6 +52,7 @@ class UntilBackward:
         self, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int
     ) -> None:
         self.entry: Callable[[], Entry | None] = weakref.ref(entry)
+        self._seen = entry.callers_code
         self.ended = self._marked = False
         self._begin_mark, self._end_mark = next(_MARKS), next(_MARKS)
         self._loss_is_outside = any(output.dim() for output in outputs)
@@ -108,7 +109,7 @@ class UntilBackward:
     def look(cls, roots: Sequence[Any]) -> None:
         """Called when a backward starts at `roots` (tensors or edges). If its autograd graph leads to the latest
         forward, two figures of the caller's code between that forward and the backward are estimated from the graph:
-        the bytes that this code holds, where the loss is outside of the model (`Entry.meanwhile`), and the bytes of
+        the bytes that this code holds, where the loss is outside of the model (`CallersCode.meanwhile`), and those of
         gradients of parameters that it uses itself (`Entry.given_bytes`). The model's entry keeps the largest of each.
         """
         seen = cls._running
@@ -131,8 +132,8 @@ class UntilBackward:
         returned = {storage.address: storage.nbytes for storage in seen._outputs}
         freed = max(0, seen._returned_bytes - sum(returned.values()))
         saved, in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
-        if not entry.metered or seen._begins_with > entry.returned_bytes:
-            seen._note(entry, max(in_forward, in_backward - freed))
+        if not seen._seen.metered or seen._begins_with > seen._seen.returned_bytes:
+            seen._seen.note(max(in_forward, in_backward - freed), seen._begins_with)
         _check(entry, saved)
 
     def read(self, events: Sequence[int]) -> None:
@@ -141,14 +142,9 @@ class UntilBackward:
         PeakMeter.listeners.remove(self.read)
         entry, begin, end = self.entry(), _marked(events, self._begin_mark), _marked(events, self._end_mark)
         if entry is not None and self.ended and begin is not None and end is not None and begin < end:
-            if not entry.metered:
-                entry.meanwhile = 0
-            entry.metered = True
-            self._note(entry, max(accumulate(events[begin : end - 2]), default=0))  # without the mark itself
-
-    def _note(self, entry: Entry, nbytes: int) -> None:
-        entry.meanwhile = max(entry.meanwhile or 0, nbytes)
-        entry.returned_bytes = max(entry.returned_bytes, self._begins_with)
+            if not self._seen.metered:
+                self._seen.meanwhile, self._seen.metered = 0, True
+            self._seen.note(max(accumulate(events[begin : end - 2]), default=0), self._begins_with)  # without the mark
 
 
 def _check(entry: Entry, saved_bytes: int) -> None:

@@ -11,6 +11,7 @@ from memopt.account.breakdown import FETCHED, GRADIENTS, OUTPUTS, RECOMPUTED, SA
 from memopt.planning.plan import Plan
 from memopt.show.report import headline
 from memopt.show.step import Step, StepMemory
+from memopt.show.step_of_plan import step_of
 from memopt.units import size
 
 OTHER = "other rows"
@@ -28,8 +29,7 @@ COLOURS = {
     WORKSPACE: "#c9a227",
 }
 """The bands from the bottom to the top, with their colours; all rows of the account that are not here make one band."""
-# The optimizer's step, whose time is not known, takes this share of the axis.
-_OPTIMIZER_SHARE = 0.035
+_OPTIMIZER_SHARE = 0.035  # the optimizer's step, whose time is not known, takes this share of the axis
 _WIDTH, _HEIGHT, _COLUMNS = 860, 220, 430
 _STYLE = """
 .memopt-heart { font: 13px/1.5 system-ui, sans-serif; max-width: 860px; color: inherit; }
@@ -49,22 +49,23 @@ def band_of(row: str) -> str:
 
 
 def edges(memory: StepMemory) -> list[float]:
-    """The seconds from the beginning of the step at which each of its moments (see `StepMemory`) begins. The last two
-    values are the beginning and the end of the optimizer's step, which is drawn as long as a fixed share of the rest.
-    """
+    """The seconds from the beginning of the step at which its moments begin, and at which the last one ends: that of
+    the optimizer's step, which is drawn as long as a fixed share of the rest."""
     end = memory.seconds or 1.0
     return [*(one.start for one in memory.evaluations), end, end * (1 + _OPTIMIZER_SHARE)]
 
 
+def end_of(step: Step) -> float:
+    """The seconds that the time axis of a step spans, as planned and with nothing recomputed."""
+    return max(edges(step.planned)[-1], edges(step.plain)[-1])
+
+
 def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
-    """For each of `count` columns of equal width from 0 to `end` seconds, the index of the moment with the most bytes
-    in it; None for columns after the step."""
+    """For each of `count` columns up to `end` seconds, the moment with the most bytes; None after the step."""
     at: list[int | None] = [None] * count
-    begins = edges(memory)
+    places = [min(count - 1, int(second / end * count)) for second in edges(memory)]
     for moment, live in enumerate(memory.live_bytes):
-        first = min(count - 1, int(begins[moment] / end * count))
-        last = min(count - 1, int(begins[moment + 1] / end * count))
-        for column in range(first, last + 1):
+        for column in range(places[moment], places[moment + 1] + 1):
             other = at[column]
             if other is None or live > memory.live_bytes[other]:
                 at[column] = moment
@@ -72,9 +73,8 @@ def columns(memory: StepMemory, count: int, end: float) -> list[int | None]:
 
 
 def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[int]]:
-    """For each coloured band of the memory chart, which shows one or more rows of the account, its bytes at the given
-    moments (indices of the step's evaluations); 0 at None, which stands for a column after the step (`columns`). Bands
-    that are empty at all moments are left out."""
+    """For each coloured band of the memory chart, its bytes at the given moments of the step; 0 at None, a column after
+    the step (`columns`). Bands that are empty at all moments are left out."""
     by_moment: list[Counter[str]] = []
     for rows in memory.held():
         by_moment.append(Counter())
@@ -84,13 +84,17 @@ def bands(memory: StepMemory, moments: Sequence[int | None]) -> dict[str, list[i
     return {band: values for band, values in found.items() if any(value > 0 for value in values)}
 
 
-def heart(plan: Plan, step: Step | None) -> str:
+def notebook(plan: Plan) -> str:
     """A plan as a piece of HTML for notebooks: headline, a bar for the peak with nothing recomputed and one for the
-    planned peak, and, where a `step` is given, its memory over time."""
+    planned peak, and, where the plan has graphs, its memory over time."""
     used = {band_of(row) for row, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > 0}
-    used |= set(_found(step)) if step is not None else set()
+    picture = ""
+    if plan.source is not None:
+        step = step_of(plan)
+        found = bands(step.planned, columns(step.planned, _COLUMNS, end_of(step)))
+        used |= set(found)
+        picture = _picture(plan, step, found)
     keys = "".join(f'<span><i style="background:{COLOURS[band]}"></i>{band}</span>' for band in COLOURS if band in used)
-    picture = _picture(plan, step) if step is not None else ""
     return (
         f'<div class="memopt-heart"><style>{_STYLE}</style><p>{escape(headline(plan))}</p>'
         f'{_bars(plan)}<div class="keys">{keys}</div>{picture}</div>'
@@ -114,13 +118,12 @@ def _bars(plan: Plan) -> str:
     return text
 
 
-def _picture(plan: Plan, step: Step) -> str:
-    """The planned memory over the step as bands, the memory with nothing recomputed as a line, and the budget, as
-    SVG."""
-    end = _end(step)
+def _picture(plan: Plan, step: Step, found: Mapping[str, Sequence[int]]) -> str:
+    """Bands of the planned memory, a line of the memory with nothing recomputed, and the budget, as SVG."""
     most = 1.06 * max(step.plain.peak_bytes, step.planned.peak_bytes)
-    areas = "".join(_areas(_found(step), most))
-    line = _line(step.plain, end, most)
+    moments = enumerate(columns(step.plain, _COLUMNS, end_of(step)))
+    points = [(at, step.plain.live_bytes[moment]) for at, moment in moments if moment is not None]
+    line = f"M0 {_y(points[0][1], most)}{_stairs(points, most, 1)}"
     limit = ""
     if plan.budget_bytes <= most:
         up = _y(plan.budget_bytes, most)
@@ -129,17 +132,10 @@ def _picture(plan: Plan, step: Step) -> str:
             f'<text x="{_WIDTH}" y="{up - 4:.1f}" text-anchor="end">budget {size(plan.budget_bytes)}</text>'
         )
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over the step">{areas}'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="memory over the step">'
+        f"{''.join(_areas(found, most))}"
         f'<path d="{line}" fill="none" stroke="currentColor" stroke-width="1.2"/>{limit}</svg>'
     )
-
-
-def _end(step: Step) -> float:
-    return max(edges(step.planned)[-1], edges(step.plain)[-1])
-
-
-def _found(step: Step) -> dict[str, list[int]]:
-    return bands(step.planned, columns(step.planned, _COLUMNS, _end(step)))
 
 
 def _areas(found: Mapping[str, Sequence[int]], most: float) -> Iterator[str]:
@@ -152,16 +148,9 @@ def _areas(found: Mapping[str, Sequence[int]], most: float) -> Iterator[str]:
         base = top
 
 
-def _line(memory: StepMemory, end: float, most: float) -> str:
-    moments = enumerate(columns(memory, _COLUMNS, end))
-    points = [(at, memory.live_bytes[moment]) for at, moment in moments if moment is not None]
-    return f"M0 {_y(points[0][1], most)}{_stairs(points, most, 1)}"
-
-
 def _stairs(points: Sequence[tuple[int, int]], most: float, side: int) -> str:
-    """The SVG path along the tops of columns, given as (column, bytes), with one line for neighbours of one height. It
-    ends at the left (`side` 0) or the right (`side` 1) of the last column. `most` is the bytes at the top of the
-    picture."""
+    """The SVG path along the tops of columns, (column, bytes), to the left (`side` 0) or right (`side` 1) of the last
+    one; `most` is the bytes at the top of the picture."""
     width = _WIDTH / _COLUMNS
     text, before = "", None
     for at, nbytes in points:

@@ -4,7 +4,7 @@ changes share a row."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memopt.planning.changes import DTYPE, IN_PLACE, KINDS, OFFLOADED, RECOMPUTED, SAVED, Change
@@ -66,8 +66,7 @@ class Row:
         return frozenset().union(*(entry.blocks for entry in self.entries))
 
     def figures(self) -> tuple[int, float, bool]:
-        """The bytes and the seconds that the entries take together in one block, that with the most bytes; and whether
-        the bytes are the same in all blocks."""
+        """The most bytes, with their seconds, in one block; and whether the bytes are the same in all blocks."""
         changes = {block: [e.by_block[block] for e in self.entries if block in e.by_block] for block in self.blocks}
         sums = {
             (sum(change.nbytes * max(change.times, 1) for change in some), sum(change.seconds for change in some))
@@ -119,13 +118,17 @@ def entries(changes: Iterable[Change], where: Mapping[str, ModulePlace]) -> list
 def rows(found: Iterable[DiffEntry], level: int) -> list[Row]:
     """The entries as rows; each higher level (0 to `LEVELS` - 1) shows more entries in one row. Rows are sorted by
     section and module in the order of the entries, and by kind of change within a module."""
-    groups: dict[tuple[object, ...], list[DiffEntry]] = defaultdict(list)
+    groups: dict[tuple[tuple[str, str], object], list[DiffEntry]] = defaultdict(list)
     modules: dict[tuple[str, str], int] = {}
     for entry in found:
-        section, inner = _section(entry, level), _inner(entry, level)
-        modules.setdefault((section, inner), len(modules))
-        groups[(section, inner, *_what(entry, level))].append(entry)
-    made = [Row(_section(some[0], level), _inner(some[0], level), tuple(some)) for some in groups.values()]
+        section = entry.place.section
+        if level == LEVELS - 1 and not entry.place.block:
+            section = section.split(".")[0]
+        depths = _DEPTHS if entry.first.kind in _BY_LINE else _OTHER_DEPTHS
+        place = section, ".".join(entry.place.inner.split(".")[: depths[level]])
+        modules.setdefault(place, len(modules))
+        groups[place, _what(entry, level)].append(entry)
+    made = [Row(*place, tuple(some)) for (place, _), some in groups.items()]
     sections = list(dict.fromkeys(section for section, _ in modules))
     return sorted(
         made,
@@ -139,35 +142,8 @@ def rows(found: Iterable[DiffEntry], level: int) -> list[Row]:
 
 
 def _what(entry: DiffEntry, level: int) -> tuple[object, ...]:
-    """What entries of one module must have in common to be shown in one row, as a key to group by; less of it at each
-    higher `level`."""
+    """A key by which entries of one module are grouped into rows; it tells less apart at each higher `level`."""
     change = entry.first
-    same = (
-        change.sign,
-        change.kind,
-        change.detail if change.kind in (DTYPE, SAVED) or (level == 0 and change.kind != IN_PLACE) else "",
-    )
-    if change.kind not in _BY_LINE:
-        return *same, change.reason if level == 0 else "", entry.blocks if level == 0 else None
-    return *same, change.source if level <= 2 else "", entry.blocks if level == 0 else None
-
-
-def _inner(entry: DiffEntry, level: int) -> str:
-    """The module's path within its block, cut to as many parts as `level` tells apart for this kind of change."""
-    depth = _DEPTHS[level] if entry.first.kind in _BY_LINE else _OTHER_DEPTHS[level]
-    return ".".join(entry.place.inner.split(".")[:depth])
-
-
-def _section(entry: DiffEntry, level: int) -> str:
-    section = entry.place.section
-    return section.split(".")[0] if level == LEVELS - 1 and not entry.place.block else section
-
-
-def folded(found: Sequence[DiffEntry], lines: Callable[[list[Row]], int], most: int) -> list[Row]:
-    """The rows (see `rows`) at the lowest level at which `lines(rows)`, the number of lines that they take, is at most
-    `most`; those of the highest level if there is none."""
-    for level in range(LEVELS):
-        made = rows(found, level)
-        if lines(made) <= most:
-            break
-    return made
+    in_detail = change.kind in (DTYPE, SAVED) or (level == 0 and change.kind != IN_PLACE)
+    place = change.source * (level <= 2) if change.kind in _BY_LINE else change.reason * (level == 0)
+    return change.sign, change.kind, change.detail * in_detail, place, entry.blocks if level == 0 else None

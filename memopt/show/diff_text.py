@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from memopt.planning.changes import CAST, DTYPE, IN_PLACE, KEPT, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
-from memopt.show.diff_rows import DiffEntry, ModulePlace, Row, entries, folded, places
+from memopt.show.diff_rows import LEVELS, DiffEntry, ModulePlace, Row, entries, places, rows
 from memopt.terminal import Console, Text
 from memopt.units import duration, size
 
@@ -35,20 +35,22 @@ def render(heading: str, changes: Sequence[Change], modules: Sequence[str], widt
 def fold(
     changes: Sequence[Change], modules: Sequence[str], width: int = WIDTH, taken: int = _HEADING
 ) -> tuple[list[Row], list[DiffEntry], dict[str, list[str]]]:
-    """The changes folded into rows for lines of `width` columns, the entries that the rows are made of, and the paths
-    of the blocks of each section. `modules` are in the order in which they are to be shown; `taken` is the number of
-    lines of the heading."""
+    """The changes as rows for lines of `width` columns, in the order of `modules`, the entries that these are made of,
+    and the blocks of each section. `taken` is the number of lines of the heading."""
     where = places(dict.fromkeys((*modules, *(change.module for change in changes))))
     found = entries(changes, where)
     sections = blocks_of(where)
     most = _MOST_LINES_OF_MANY if max(map(len, sections.values()), default=0) > _MANY else _MOST_LINES
     most -= max(taken - _HEADING, 0)
-    return folded(found, lambda rows: sum(1 for _ in _lines(rows, found, sections, width)), most), found, sections
+    for level in range(LEVELS):
+        made = rows(found, level)
+        if sum(1 for _ in _lines(made, found, sections, width)) <= most:
+            break
+    return made, found, sections
 
 
 def summary(changes: Sequence[Change]) -> str:
-    """The changes in a few words: `33 recomputed, 12 offloaded`; the counts of the other kinds if there is neither; or
-    `no change`."""
+    """The changes in a few words: `33 recomputed, 12 offloaded`; else the other kinds, or `no change`."""
     counts = {kind: sum(_count(change) for change in changes if change.kind == kind) for kind in KINDS}
     main = {kind: count for kind, count in counts.items() if count and kind in (RECOMPUTED, OFFLOADED)}
     told = main or {_LABELS.get(kind, kind): count for kind, count in counts.items() if count}
@@ -72,8 +74,7 @@ def _count(change: Change) -> int:
 
 
 def blocks_of(where: Mapping[str, ModulePlace]) -> dict[str, list[str]]:
-    """The paths of the blocks of each section, by section; [""] for a section without blocks. Sections and blocks are
-    in the order of `where`, which has the place of each module by its path (`places`)."""
+    """The paths of the blocks of each section, [""] for one without blocks, in the order of `where` (`places`)."""
     sections: dict[str, dict[str, None]] = defaultdict(dict)
     for place in where.values():
         sections[place.section][place.block] = None
@@ -119,8 +120,7 @@ def title_of(blocks: Sequence[str], found: Sequence[DiffEntry]) -> str:
 
 
 def _short(block: str) -> str:
-    """The number of a block with the name of its list: `h.3` for `transformer.h.3`, `layers.0.blocks.1` for
-    `encoder.layers.0.blocks.1`."""
+    """The number of a block with the name of its list, and what follows: `h.3` for `transformer.h.3`."""
     parts = block.split(".")
     first = next(at for at, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[max(first - 1, 0) :])
@@ -171,8 +171,7 @@ def _wrapped(text: Text, indent: int, width: int) -> list[Text]:
 
 
 def _add_source(lines: list[Text], row: Row, indent: int, width: int) -> None:
-    """Write where the change is in the user's code behind the last line of a row: file and line number, and as much of
-    the code as fits."""
+    """Write the file and line of the user's code behind the last line of a row, and as much of the code as fits."""
     change = row.first
     if not change.source:
         return

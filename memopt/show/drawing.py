@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 QUIET = "#6b6b6b"
 """The colour of axes and of remarks."""
-KINDS = (".svg", ".png", ".pdf")
+_KINDS = (".svg", ".png", ".pdf")
 Point = tuple[float, ...]
 Box = tuple[float, float, float, float]
 """Left, bottom, right, top in pixels."""
@@ -23,19 +23,14 @@ Box = tuple[float, float, float, float]
 _DISTANCES = (0.9, 1.7, 2.7, 4.0, 5.5, 7.5, 10.0)
 # Directions from the point, in degrees, the preferred first.
 _DIRECTIONS = (90, 45, 0, -90, -45, 135, 20, 70, 110, 180, -20, -135, 160, -160)
-# Labels further away than this, in multiples of their height, get a line to their point.
-_LEADS = 1.5
-# Radius of a dot, in pixels.
-_DOT = 8.0
-# Space around a label, in multiples of its height.
-_PADDING = 0.4
-# A label without a line is nearer to its own point than to any other, by this factor.
-_NEARER = 1.4
+_LEADS = 1.5  # labels further away than this, in multiples of their height, get a line to their point
+_DOT = 8.0  # radius of a dot, in pixels
+_PADDING = 0.4  # space around a label, in multiples of its height
+_NEARER = 1.4  # a label without a line is nearer to its own point than to any other, by this factor
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty matplotlib figure of this size in inches, not registered with pyplot. Raises `ModuleNotFoundError`
-    without matplotlib."""
+def new_figure(width: float, height: float, **margins: float) -> tuple[Figure, Axes]:
+    """An empty matplotlib figure of this size in inches, and its axes. Raises `ModuleNotFoundError` without it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -46,7 +41,8 @@ def new_figure(width: float, height: float) -> Figure:
 
     figure = Figure(figsize=(width, height), dpi=160)
     FigureCanvasAgg(figure)  # needed to measure texts
-    return figure
+    figure.subplots_adjust(**margins)
+    return figure, figure.subplots()
 
 
 def quiet_frame(axes: Axes, font_size: float) -> None:
@@ -56,13 +52,13 @@ def quiet_frame(axes: Axes, font_size: float) -> None:
     axes.spines[["left", "bottom"]].set_color(QUIET)
 
 
-def write_figure(draw: Callable[[], Figure], path: Path) -> Figure:
-    """Draw a figure, write it to a file and return it. Raises `ValueError`, before it is drawn, for a file whose name
-    does not end in one of `KINDS`."""
-    if path.suffix.lower() not in KINDS:
-        raise ValueError(f"a picture is a file named *{', *'.join(KINDS)}, not {path.name!r}")
+def drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
+    """The figure that `draw` makes, also written to `path` if given. Raises `ValueError` for a name not of `_KINDS`."""
+    if path is not None and Path(path).suffix.lower() not in _KINDS:
+        raise ValueError(f"a picture is a file named *{', *'.join(_KINDS)}, not {Path(path).name!r}")
     figure = draw()
-    figure.savefig(path)
+    if path is not None:
+        figure.savefig(path)
     return figure
 
 
@@ -80,10 +76,8 @@ class Label:
 def place(
     figure: Figure, axes: Axes, labels: Sequence[Label], line: Sequence[Point], dots: Sequence[Point], font_size: float
 ) -> None:
-    """Draw each label at the nearest free position, or where it covers the least if none is free.
-
-    `line` and `dots` are the points of the curve and the dots, in the units of the axes, which labels should not
-    cover."""
+    """Draw each label at the nearest free position, or where it covers the least of `line` and `dots`, the points of
+    the curve and of the dots, in the units of the axes."""
     from matplotlib.patheffects import withStroke
 
     canvas: Any = figure.canvas
@@ -101,9 +95,9 @@ def place(
         text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
         extent = text.get_window_extent(renderer)
         box, distance = room.best(point, extent.width, extent.height)
-        room.written.append(_padded(box, _PADDING * extent.height))
-        x, y = to_data.transform((box[0], box[1]))
-        text.set_position((x, y))
+        by = _PADDING * extent.height
+        room.written.append((box[0] - by, box[1] - by, box[2] + by, box[3] + by))
+        text.set_position(tuple(to_data.transform(box[:2])))
         text.set_verticalalignment("bottom")
         if distance > _LEADS:
             across, up = zip((label.x, label.y), to_data.transform(_nearest(box, point)), strict=True)
@@ -123,8 +117,7 @@ class _Room:
     """Boxes of the labels that are placed."""
 
     def best(self, point: Point, width: float, height: float) -> tuple[Box, float]:
-        """The nearest free box for a label of this size, else the one that covers least; and its distance from the
-        point in multiples of the label's height."""
+        """The nearest free box, else the one that covers least; and its distance in heights of the label."""
         places = list(_places(point, width, height))
         least = min(places, key=lambda place: self._covers(place[0]) - _common(place[0], self.inside))
         return next((place for place in places if self._is_free(place[0], point, place[1])), least)
@@ -135,7 +128,9 @@ class _Room:
 
     def _is_free(self, box: Box, point: Point, distance: float) -> bool:
         """Whether a label in the box covers nothing and would not be taken for that of another point."""
-        if not _contains(self.inside, box) or self._covers(box):
+        left, bottom, right, top = self.inside
+        inside = left <= box[0] and bottom <= box[1] and box[2] <= right and box[3] <= top
+        if not inside or self._covers(box):
             return False
         if distance > _LEADS:
             lead = [_around(x, y, 1.0) for x, y in _along(point, _nearest(box, point))]
@@ -146,8 +141,7 @@ class _Room:
 
 
 def _places(point: Point, width: float, height: float) -> Iterator[tuple[Box, float]]:
-    """Boxes to try for a label, with their distances in multiples of its height: the nearest first, and at each
-    distance in all directions."""
+    """Boxes to try for a label, the nearest first, with their distances in multiples of its height."""
     for distance in _DISTANCES:
         for degrees in _DIRECTIONS:
             across, up = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
@@ -159,10 +153,6 @@ def _places(point: Point, width: float, height: float) -> Iterator[tuple[Box, fl
 def _nearest(box: Box, point: Point) -> Point:
     """The point of a box that is nearest to the given point."""
     return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
-
-
-def _padded(box: Box, by: float) -> Box:
-    return box[0] - by, box[1] - by, box[2] + by, box[3] + by
 
 
 def _around(x: float, y: float, radius: float) -> Box:
@@ -180,7 +170,3 @@ def _common(a: Box, b: Box) -> float:
     """The area, in pixels, that two boxes have in common."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     return width * height if width > 0 and height > 0 else 0.0
-
-
-def _contains(outer: Box, inner: Box) -> bool:
-    return outer[0] <= inner[0] and outer[1] <= inner[1] and inner[2] <= outer[2] and inner[3] <= outer[3]

@@ -4,66 +4,68 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from memopt.account.breakdown import WORKSPACE
+from memopt.account.caching_allocator import CachingAllocator
+from memopt.planning.plan import Plan
 from memopt.planning.plan_views import Format
-from memopt.show.memory_snapshot import memory_snapshot
-from memopt.show.step import Step, StepMemory
+from memopt.show.step import LiveRange, Step, StepMemory
+from memopt.show.step_of_plan import step_of
 from memopt.units import duration, micros, size
 
 if TYPE_CHECKING:
     from networkx import DiGraph
 
-FORMATS: tuple[Format, ...] = get_args(Format)
+_FORMATS: tuple[Format, ...] = get_args(Format)
 _BY_NAME: dict[str, Format] = {
-    ".pickle": "snapshot",
-    ".pkl": "snapshot",
-    ".json": "trace",
-    ".dot": "dot",
-    ".gv": "dot",
-}
-# The highest protocol that the visualiser reads.
-_PROTOCOL = 4
+    ".pickle": "snapshot", ".pkl": "snapshot", ".json": "trace", ".dot": "dot", ".gv": "dot",
+}  # fmt: skip
+_PROTOCOL = 4  # the highest protocol that the visualiser reads
 _OPERATORS, _MODULES, _OUT, _BACK = 1, 2, 3, 4
 _TRACKS = {_OPERATORS: "operators", _MODULES: "modules", _OUT: "copies to the host", _BACK: "copies from the host"}
 Event = dict[str, Any]
 _COLOURS = {
-    "saved": "#cfe0f2",
-    "recomputed": "#f8dcc0",
-    "offloaded": "#f4cfdc",
-    "output": "#e3d7ef",
-    "gradient": "#d5c6e6",
-    "temporary": "#d5ebe4",
-}
+    "saved": "#cfe0f2", "recomputed": "#f8dcc0", "offloaded": "#f4cfdc",
+    "output": "#e3d7ef", "gradient": "#d5c6e6", "temporary": "#d5ebe4",
+}  # fmt: skip
+_FIRST_ADDRESS = 0x7F00_0000_0000
+_PAGE = 2 * 1024**2
+_CATEGORIES = frozenset({"parameters", "optimizer state", "gradients", "buffers", "inputs"})
+"""Rows of the account that are categories in a snapshot; all others are "unknown", which the visualiser expects."""
+_NOTHING: dict[str, Any] = {"size": 0, "frames": []}
+"""What holds a free block."""
 _LEFT_OUT = frozenset({"input", "alias"})
 _ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 
 
 def format_of(path: Path, given: str | None) -> Format:
-    """The format `given`, else the one for the ending of the file's name. Raises `ValueError` for an unknown format or
-    ending."""
+    """The format `given`, else that of the file's ending. Raises `ValueError` for an unknown one."""
     if given is None:
         if path.suffix.lower() not in _BY_NAME:
             raise ValueError(f"no format goes with the name {path.name!r}: end it in {', '.join(_BY_NAME)}")
         return _BY_NAME[path.suffix.lower()]
-    for one in FORMATS:
-        if given == one:
-            return one
-    raise ValueError(f"there is no format {given!r}; choose one of {', '.join(FORMATS)}")
+    if given not in _FORMATS:
+        raise ValueError(f"there is no format {given!r}; choose one of {', '.join(_FORMATS)}")
+    return given
+
+
+def export(plan: Plan, path: str | Path, format: str | None) -> None:
+    """Write a plan's step to a file for another tool (`Plan.export`)."""
+    write_export(Path(path), format, lambda: step_of(plan), plan.networkx)
 
 
 def write_export(path: Path, given: str | None, step: Callable[[], Step], graph: Callable[[], DiGraph]) -> None:
-    """Write a file in the format `given`, or in that of its name. `step` and `graph` make the plan's step and joint
-    graph; each is called only if the format needs it.
-
-    Raises `ValueError` for an unknown format or ending of the name, `OSError` where the file cannot be written."""
+    """Write a file in the format `given`, or in that of its name, from the step or the joint graph that `step` and
+    `graph` make. Raises `ValueError` for an unknown format or ending."""
     chosen = format_of(path, given)
     if chosen == "snapshot":
         whole = step()
-        path.write_bytes(pickle.dumps(memory_snapshot(whole, whole.planned), protocol=_PROTOCOL))
+        path.write_bytes(pickle.dumps(_snapshot(whole, whole.planned), protocol=_PROTOCOL))
     elif chosen == "trace":
         path.write_text(json.dumps(chrome_trace(step()), separators=(",", ":")), encoding="utf-8")
     else:
@@ -82,64 +84,42 @@ def chrome_trace(step: Step) -> dict[str, Any]:
 
 
 def _events(step: Step, memory: StepMemory) -> Iterator[Event]:
-    yield from _operators(step, memory)
+    for moment, now in enumerate(memory.evaluations):
+        op = step.ops[now.op]
+        half = "recomputed" if now.again else "forward" if moment < memory.boundary else "backward"
+        facts = {name: getattr(op, name) for name in ("operator", "module", "value", "fate", "source")}
+        facts |= {"bytes": op.nbytes, "live bytes": memory.live_bytes[moment]}
+        yield _slice(op.name, half, _OPERATORS, now.start, now.start + op.seconds, facts)
     yield from _modules(step, memory)
     for copy in memory.copies:
         track = _OUT if copy.out else _BACK
         yield _slice(step.ops[copy.op].name, "copy", track, copy.start, copy.end, {"bytes": copy.nbytes})
-    yield from _counters(memory)
-
-
-def _operators(step: Step, memory: StepMemory) -> Iterator[Event]:
-    for moment, now in enumerate(memory.evaluations):
-        op = step.ops[now.op]
-        half = "recomputed" if now.again else "forward" if moment < memory.boundary else "backward"
-        facts: dict[str, Any] = {
-            "operator": op.operator,
-            "module": op.module,
-            "value": op.value,
-            "fate": op.fate,
-            "source": op.source,
-        }
-        facts = {**facts, "bytes": op.nbytes, "live bytes": memory.live_bytes[moment]}
-        yield _slice(op.name, half, _OPERATORS, now.start, now.start + op.seconds, facts)
-
-
-def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
-    """Slices for modules, nested as the modules are: each from the first to the last of neighbouring operators that the
-    module runs."""
-    opened: list[tuple[str, float]] = []
-    end = 0.0
-    for now in memory.evaluations:
-        op = step.ops[now.op]
-        path = op.module.split(".") if op.module else []
-        same = 0
-        while same < min(len(opened), len(path)) and opened[same][0] == path[same]:
-            same += 1
-        yield from _closed(opened, same, end)
-        opened += ((part, now.start) for part in path[same:])
-        end = now.start + op.seconds
-    yield from _closed(opened, 0, end)
-
-
-def _closed(opened: list[tuple[str, float]], left: int, end: float) -> Iterator[Event]:
-    """Close all open modules but the first `left`, at `end` seconds; yields their slices, the inner ones first."""
-    while len(opened) > left:
-        path = ".".join(part for part, _ in opened)
-        name, start = opened.pop()
-        yield _slice(name, "module", _MODULES, start, end, {"module": path})
-
-
-def _counters(memory: StepMemory) -> Iterator[Event]:
-    """The bytes held at the start of each evaluation and during the optimizer's step, by row of the account."""
+    # the bytes held at the start of each evaluation and during the optimizer's step, by row of the account
     resident = (row for row, nbytes in memory.resident.items() if nbytes > 0)
     kinds = dict.fromkeys([*resident, *(kept.kind for kept in memory.ranges), WORKSPACE])
     *during, at_end = memory.held()
-    for now, rows in zip(memory.evaluations, during, strict=True):
-        held = {kind: rows.get(kind, 0) for kind in kinds}
-        yield {"ph": "C", "name": "memory", "ts": micros(now.start), "args": held}
-    at_end = {**dict.fromkeys(kinds, 0), **at_end}
-    yield {"ph": "C", "name": "memory", "ts": micros(memory.seconds), "args": at_end}
+    held = [{kind: rows.get(kind, 0) for kind in kinds} for rows in during]
+    starts = (*(now.start for now in memory.evaluations), memory.seconds)
+    for start, rows in zip(starts, (*held, {**dict.fromkeys(kinds, 0), **at_end}), strict=True):
+        yield {"ph": "C", "name": "memory", "ts": micros(start), "args": rows}
+
+
+def _modules(step: Step, memory: StepMemory) -> Iterator[Event]:
+    """Slices for modules, nested as these are, each over neighbouring operators that the module runs."""
+    runs = [(step.ops[now.op].module, now.start, now.start + step.ops[now.op].seconds) for now in memory.evaluations]
+    opened: list[tuple[str, float]] = []
+    end = 0.0
+    for module, start, stop in (*runs, ("", 0.0, 0.0)):
+        path = module.split(".") if module else []
+        same = 0
+        while same < min(len(opened), len(path)) and opened[same][0] == path[same]:
+            same += 1
+        while len(opened) > same:  # the inner ones first
+            inner = {"module": ".".join(part for part, _ in opened)}
+            name, begun = opened.pop()
+            yield _slice(name, "module", _MODULES, begun, end, inner)
+        opened += ((part, start) for part in path[same:])
+        end = stop
 
 
 def _slice(name: str, category: str, track: int, start: float, end: float, facts: dict[str, Any]) -> Event:
@@ -152,18 +132,15 @@ def _named(what: str, name: str, process: int, track: int = 0) -> Event:
 
 
 def _lines(graph: DiGraph) -> Iterator[str]:
-    """The lines between the braces of a directed graph for Graphviz. `graph` has the attributes of `Plan.networkx`.
-    Each node shows its operator, module, bytes, time and fate (saved, recomputed, …), and has the fate's colour.
-
-    Inputs and views are left out, so that Graphviz can lay the graph out: an operator that reads a view gets an edge
-    from the operator whose memory the view shows.
-    """
+    """The lines of a directed graph for Graphviz, from that of `Plan.networkx`. Inputs and views are left out, so that
+    Graphviz can lay it out: what reads a view gets an edge from the operator whose memory the view shows."""
     yield "  rankdir=TB; nslimit=1; nslimit1=1; mclimit=0.2; splines=line;"
     yield '  node [shape=record, style=filled, fillcolor="#ffffff", fontname="Helvetica", fontsize=10];'
     for name, facts in graph.nodes(data=True):
         if facts["fate"] not in _LEFT_OUT:
             colour = _COLOURS.get(facts["fate"], "#ffffff")
-            yield f'  "{_escaped(name)}" [label="{_label(name, facts)}", fillcolor="{colour}"{_source(facts)}];'
+            source = f', tooltip="{_escaped(facts["source"])}"' if facts["source"] else ""
+            yield f'  "{_escaped(name)}" [label="{_label(name, facts)}", fillcolor="{colour}"{source}];'
     for reader, makers in _makers(graph).items():
         if graph.nodes[reader]["fate"] not in _LEFT_OUT:
             yield from (f'  "{_escaped(maker)}" -> "{_escaped(reader)}";' for maker in makers)
@@ -195,9 +172,104 @@ def _label(name: str, facts: dict[str, Any]) -> str:
     return f"{{{_escaped(name)}|op_code={kind}\\l|{operator}\\l{told}}}"
 
 
-def _source(facts: dict[str, Any]) -> str:
-    return f', tooltip="{_escaped(facts["source"])}"' if facts["source"] else ""
-
-
 def _escaped(text: str) -> str:
     return text.translate(_ESCAPED)
+
+
+def _snapshot(step: Step, memory: StepMemory) -> dict[str, Any]:
+    """The step in the format of `torch.cuda.memory._snapshot`: its events, then the segments with the blocks that are
+    left, with gaps as on a card. The resident rows of the account come first, in a block for each module with a
+    share."""
+    recording = _Recording()
+    for row, nbytes in memory.resident.items():
+        for module, share in step.shares(row, nbytes):
+            name = f"{row} of {module}" if module else row
+            recording.allocate((row, module), share, row if row in _CATEGORIES else "unknown", [_frame(name)])
+    born: dict[int, list[tuple[int, LiveRange]]] = defaultdict(list)
+    dying: dict[int, list[int]] = defaultdict(list)
+    for number, kept in enumerate(memory.ranges):
+        born[kept.first].append((number, kept))
+        dying[kept.last].append(number)
+    last = len(memory.evaluations) - 1
+    for moment, now in enumerate(memory.evaluations):
+        recording.micros = round(now.start * 1e6)
+        for number, kept in born[moment]:
+            recording.allocate(number, kept.nbytes, kept.kind, _frames(step, kept.op))
+        recording.allocate(WORKSPACE, now.workspace_bytes, WORKSPACE, _frames(step, now.op))
+        recording.free(WORKSPACE)
+        if moment < last:
+            for number in dying[moment]:
+                recording.free(number)
+    return recording.snapshot()
+
+
+class _Recording:
+    """The allocations and frees of a planned step, at the addresses of the model of torch's allocator."""
+
+    def __init__(self) -> None:
+        self.micros = 0
+        self.events: list[dict[str, Any]] = []
+        self._allocator = CachingAllocator()
+        self._live: dict[Hashable, dict[str, Any]] = {}
+
+    def allocate(self, key: Hashable, nbytes: int, category: str, frames: list[dict[str, Any]]) -> None:
+        """Record an allocation, which `free` finds by its `key`. Does nothing for 0 bytes."""
+        if nbytes > 0:
+            address = self._allocator.malloc(nbytes)
+            self._live[key] = {"addr": address, "size": nbytes, "stream": 0, "category": category, "frames": frames}
+            self._add("alloc", self._live[key])
+
+    def free(self, key: Hashable) -> None:
+        """Record that a block is freed, if it was allocated."""
+        block = self._live.pop(key, None)
+        if block is not None:
+            self._allocator.free(block["addr"])
+            self._add("free_requested", block)
+            self._add("free_completed", block)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The events, and the segments as they are after them. Addresses are changed so that the segments follow each
+        other closely: the visualiser reads them as floating-point numbers, too coarse for the allocator's own."""
+        owned = {block["addr"]: block for block in self._live.values()}
+        starts: list[int] = []
+        """The allocator's addresses of the segments."""
+        segments: list[dict[str, Any]] = []
+        end, base = -1, _FIRST_ADDRESS
+        for address, nbytes, free in sorted(self._allocator.blocks()):
+            if address != end:
+                base += -(-segments[-1]["total_size"] // _PAGE) * _PAGE if segments else 0
+                starts.append(address)
+                segments.append(_segment(base))
+            segment, owner, end = segments[-1], owned.get(address, _NOTHING), address + nbytes
+            segment["total_size"] += nbytes
+            segment["allocated_size"] += 0 if free else nbytes
+            segment["active_size"] = segment["allocated_size"]
+            segment["requested_size"] += owner["size"]
+            block = {"address": base + address - starts[-1], "size": nbytes, "requested_size": owner["size"]}
+            state = "inactive" if owner is _NOTHING else "active_allocated"
+            segment["blocks"].append({**block, "state": state, "frames": owner["frames"]})
+        for event in self.events:
+            at = bisect_right(starts, event["addr"]) - 1
+            event["addr"] += segments[at]["address"] - starts[at]
+        return {"segments": segments, "device_traces": [self.events], "allocator_settings": {}}
+
+    def _add(self, action: str, block: dict[str, Any]) -> None:
+        self.events.append({"action": action, **block, "time_us": self.micros})
+
+
+def _segment(address: int) -> dict[str, Any]:
+    sizes = dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), 0)
+    return {"device": 0, "address": address, **sizes, "stream": 0, "segment_type": "large", "frames": [], "blocks": []}
+
+
+def _frames(step: Step, number: int) -> list[dict[str, Any]]:
+    """The stack shown for a block: the name and module of the operator that makes it, and the user's line."""
+    op = step.ops[number]
+    path, _, line = op.source.rpartition(":")
+    place = f"{op.name} of {op.module}" if op.module else op.name
+    frames = [_frame(f"{place} {op.value}".strip())]
+    return [*frames, {"name": op.code, "filename": path, "line": int(line)}] if op.source else frames
+
+
+def _frame(name: str) -> dict[str, Any]:
+    return {"name": name, "filename": "memopt", "line": 0}

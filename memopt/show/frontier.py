@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.errors import GIB
 from memopt.planning.frontier import Frontier, FrontierPoint, Recipe
-from memopt.show.drawing import QUIET, Label, new_figure, place, quiet_frame, write_figure
+from memopt.show.drawing import QUIET, Label, drawn, new_figure, place, quiet_frame
 from memopt.show.report import as_text, new_table
 from memopt.terminal import RenderableType, Table
 from memopt.units import duration, size
@@ -25,8 +25,7 @@ ROWS = 16
 _CURVE, _RECIPE, _SHADE = "#1f5fa8", "#c4532d", "#ececec"
 _FONT = 9.0
 _SHORT = {"per block": "1", "sqrt(L) segments": "√L"}
-# Distance between the centres of two dots below which they share a label.
-_TOUCH_PIXELS = 16.0
+_TOUCH_PIXELS = 16.0  # distance between the centres of two dots below which they share a label
 
 
 def render(frontier: Frontier, width: int = 110) -> str:
@@ -41,9 +40,8 @@ def parts(frontier: Frontier) -> list[RenderableType]:
 
 
 def _headline(frontier: Frontier) -> str:
-    plain, smallest, floor = (
-        size(round(gb * GIB)) for gb in (frontier.plain_gb, frontier.smallest_gb, frontier.floor_gb)
-    )
+    ends = frontier.plain_gb, frontier.smallest_gb, frontier.floor_gb
+    plain, smallest, floor = (size(round(gb * GIB)) for gb in ends)
     return (
         f"{frontier.model}, planned for {frontier.hardware}: from {plain} with nothing recomputed down to {smallest} "
         f"(no schedule that keeps the order of operators holds less than {floor}), added time as a share of "
@@ -53,7 +51,7 @@ def _headline(frontier: Frontier) -> str:
 
 def _curve_table(frontier: Frontier) -> Table:
     right = ("budget", "peak", "added time", "at least", "runs of an op")
-    table, shown = new_table("The least added time for each budget", right=right), sizes(frontier)
+    table, shown = new_table("The least added time for each budget", right=right), _sizes(frontier)
     table.add_column("method")
     for point in spread(frontier.points):
         table.add_row(
@@ -69,7 +67,7 @@ def _curve_table(frontier: Frontier) -> Table:
 
 def _recipe_table(frontier: Frontier) -> Table:
     table = new_table("Recipes, and memopt within the same peak", "recipe", right=("peak", "added time", "memopt"))
-    shown = sizes(frontier)
+    shown = _sizes(frontier)
     for recipe in frontier.recipes:
         ours = frontier.at(recipe.peak_gb).added_time
         table.add_row(recipe.name, shown(recipe.peak_gb), f"{recipe.added_time:.1%}", f"{ours:.1%}")
@@ -90,23 +88,22 @@ def spread(points: Sequence[FrontierPoint], most: int = ROWS) -> Sequence[Fronti
     return tuple(points[index] for index in sorted(chosen))
 
 
-def unit_of(frontier: Frontier) -> tuple[str, float]:
+def _unit_of(frontier: Frontier) -> tuple[str, float]:
     """The unit in which all sizes of the curve are shown, "GB" or "MB", and how many of it make a GB."""
     return ("GB", 1.0) if frontier.plain_gb >= 1 else ("MB", 1024.0)
 
 
-def sizes(frontier: Frontier) -> Callable[[float], str]:
+def _sizes(frontier: Frontier) -> Callable[[float], str]:
     """A function that formats GB in the curve's unit, with enough digits to tell its points apart."""
-    unit, scale = unit_of(frontier)
+    unit, scale = _unit_of(frontier)
     width = (frontier.plain_gb - frontier.smallest_gb) * scale
     digits = max(3 - math.floor(math.log10(width)), 0) if width else 3
     return lambda gb: f"{gb * scale:,.{digits}f} {unit}"
 
 
 def draw(frontier: Frontier, path: Path) -> None:
-    """Draw the curve of a frontier into a file. Raises `ValueError` for a file name that is not of a picture, and
-    `ModuleNotFoundError` without matplotlib."""
-    write_figure(lambda: figure_of(frontier), path)
+    """Draw the curve into a file. Raises `ValueError` for a file name that is not of a picture."""
+    drawn(lambda: figure_of(frontier), path)
 
 
 def as_svg(frontier: Frontier) -> str | None:
@@ -120,15 +117,15 @@ def as_svg(frontier: Frontier) -> str | None:
 
 
 def figure_of(frontier: Frontier) -> Figure:
-    """The curve of added time over the budget as a matplotlib figure. Raises `ModuleNotFoundError` without
-    matplotlib."""
-    figure = new_figure(8.0, 5.0)
-    axes = figure.subplots()
-    figure.subplots_adjust(left=0.085, right=0.97, bottom=0.11, top=0.83)
-    unit, scale = unit_of(frontier)
+    """The curve of added time over the budget. Raises `ModuleNotFoundError` without matplotlib."""
+    figure, axes = new_figure(8.0, 5.0, left=0.085, right=0.97, bottom=0.11, top=0.83)
+    unit, scale = _unit_of(frontier)
     _frame(figure, axes, frontier, unit, scale)
     _ends(axes, frontier, scale)
-    curve = _curve(axes, frontier, scale)
+    curve = [(point.peak_gb * scale, 100 * point.added_time) for point in frontier.points]
+    axes.plot(
+        *zip(*curve, strict=True), color=_CURVE, linewidth=2.0, marker="o", markersize=3.0, clip_on=False, zorder=4
+    )
     labels = [Label("memopt", *curve[len(curve) // 3], _CURVE, bold=True), *_recipes(axes, frontier, scale)]
     dots = [_spot(recipe, scale) for recipe in frontier.recipes]
     place(figure, axes, [*_bound(figure, axes, frontier, scale), *labels], curve, dots, _FONT)
@@ -154,8 +151,7 @@ def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: flo
 
 
 def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
-    """Draw vertical lines at the smallest peak and at the peak with nothing recomputed, with their names above the
-    frame."""
+    """Draw vertical lines at the smallest peak and at that with nothing recomputed, with their names above."""
     for gb, name, align in (
         (frontier.smallest_gb, "smallest", "left"),
         (frontier.plain_gb, "nothing recomputed", "right"),
@@ -164,21 +160,13 @@ def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
         axes.text(
             gb * scale,
             1.015,
-            f"{name}: {sizes(frontier)(gb)}",
+            f"{name}: {_sizes(frontier)(gb)}",
             transform=axes.get_xaxis_transform(),
             horizontalalignment=align,
             verticalalignment="bottom",
             fontsize=_FONT,
             color=QUIET,
         )
-
-
-def _curve(axes: Axes, frontier: Frontier, scale: float) -> list[tuple[float, float]]:
-    """Draw the curve; returns its points in the units of the axes."""
-    points = [(point.peak_gb * scale, 100 * point.added_time) for point in frontier.points]
-    x, y = zip(*points, strict=True)
-    axes.plot(x, y, color=_CURVE, linewidth=2.0, marker="o", markersize=3.0, clip_on=False, zorder=4)
-    return points
 
 
 def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
@@ -200,18 +188,19 @@ def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list
 
 
 def _recipes(axes: Axes, frontier: Frontier, scale: float) -> list[Label]:
-    """Draw a dot for each recipe that recomputes anything. Returns labels for them, one for several dots that touch
-    each other."""
+    """Draw a dot for each recipe that recomputes anything; returns labels, one for several dots that touch."""
+
+    def apart(one: Recipe, other: Recipe) -> float:
+        return math.dist(*(axes.transData.transform(_spot(recipe, scale)) for recipe in (one, other)))
+
     together: list[list[Recipe]] = []
     for recipe in sorted(frontier.recipes, key=lambda recipe: recipe.peak_gb):
         if recipe.added_time > 0:
             axes.plot(*_spot(recipe, scale), color=_RECIPE, marker="o", markersize=5.0, zorder=5, clip_on=False)
-            touched = (group for group in together if any(_touch(axes, recipe, other, scale) for other in group))
-            group = next(touched, None)
-            if group is None:
-                together.append([recipe])
-            else:
-                group.append(recipe)
+            touched = (group for group in together if any(apart(recipe, other) < _TOUCH_PIXELS for other in group))
+            if (group := next(touched, None)) is None:
+                together.append(group := [])
+            group.append(recipe)
     labels = [Label(named(group), *_spot(group[-1], scale), _RECIPE) for group in together]
     numbered = [label for label in labels if label.text[0].isdigit()]
     if numbered:
@@ -230,7 +219,3 @@ def named(recipes: Iterable[Recipe]) -> str:
 
 def _spot(recipe: Recipe, scale: float) -> tuple[float, float]:
     return recipe.peak_gb * scale, 100 * recipe.added_time
-
-
-def _touch(axes: Axes, a: Recipe, b: Recipe, scale: float) -> bool:
-    return math.dist(*(axes.transData.transform(_spot(recipe, scale)) for recipe in (a, b))) < _TOUCH_PIXELS

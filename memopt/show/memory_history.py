@@ -9,47 +9,48 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memopt.show.report import new_table
+from memopt.terminal import Column, RenderableType
+from memopt.units import size
+
 _GAPS = 0.1
 """Gaps between blocks get a row if they are more than this share of the reserved bytes."""
 _GAPS_ROW = "gaps between blocks"
-ACTIVATIONS, BACKWARD, STATE, STEP, PARAMETERS, BEFORE, OTHER = (
-    "activations",
-    "gradients and backward",
-    "optimizer state",
-    "optimizer.step()",
-    "parameters and buffers",
-    "held before the recording began",
-    "no stack was recorded",
-)
+_ACTIVATIONS, _BACKWARD, _STATE, _STEP = "activations", "gradients and backward", "optimizer state", "optimizer.step()"
+_PARAMETERS, _BEFORE = "parameters and buffers", "held before the recording began"
 _WRAPPERS = r"(^|/)(torch|einops|accelerate)/|^<"
 """A pattern of files of torch and of wrappers, whose lines do not say where the user's code allocated memory."""
 # For each row, patterns of the function and the file of a frame. A stack belongs to the first row whose patterns match
 # one of its frames. Stacks of the autograd engine's own threads have frames of C++ only.
 _SIGNS = (
-    (STATE, r"(^|\.)_init_group$|(^|\.)init_state$", r"torch/optim/"),
-    (STEP, r"", r"torch/optim/"),
-    (BACKWARD, r"autograd::(Engine|Node|generated)|(^|\.)(backward|_engine_run_backward|grad)$", r""),
-    (ACTIVATIONS, r"(^|\.)_call_impl$", r"torch/nn/modules/module\.py"),
-    (PARAMETERS, r"(^|\.)(_apply|__init__|reset_parameters|load_state_dict|from_pretrained)$", r""),
+    (_STATE, r"(^|\.)_init_group$|(^|\.)init_state$", r"torch/optim/"),
+    (_STEP, r"", r"torch/optim/"),
+    (_BACKWARD, r"autograd::(Engine|Node|generated)|(^|\.)(backward|_engine_run_backward|grad)$", r""),
+    (_ACTIVATIONS, r"(^|\.)_call_impl$", r"torch/nn/modules/module\.py"),
+    (_PARAMETERS, r"(^|\.)(_apply|__init__|reset_parameters|load_state_dict|from_pretrained)$", r""),
 )
 _ADVICE = {
-    ACTIVATIONS: "memopt recomputes what is cheap to compute again, never holds the logits where a loss follows them "
+    _ACTIVATIONS: "memopt recomputes what is cheap to compute again, never holds the logits where a loss follows them "
     "(chunked_loss), and overwrites results that nothing reads any more (reinplace): all on by default",
-    BACKWARD: "gradients need not all be there at once if the optimizer steps within the backward: "
+    _BACKWARD: "gradients need not all be there at once if the optimizer steps within the backward: "
     'allow=memopt.DEFAULT_LEVERS | {"optimizer_in_backward"}; every plan counts the temporaries of the backward',
-    STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
-    STEP: "with fused=True, optimizers such as AdamW need no temporaries for all parameters at once",
-    PARAMETERS: 'allow "bf16_parameters", which halves parameters, gradients and optimizer state',
-    BEFORE: "parameters and all else that was allocated before the recording: call "
+    _STATE: 'allow "low_bit_optimizer" (8 bits a value) or "offload_optimizer" (on the host)',
+    _STEP: "with fused=True, optimizers such as AdamW need no temporaries for all parameters at once",
+    _PARAMETERS: 'allow "bf16_parameters", which halves parameters, gradients and optimizer state',
+    _BEFORE: "parameters and all else that was allocated before the recording: call "
     "torch.cuda.memory._record_memory_history() before the model is built to see them apart",
     _GAPS_ROW: "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer gaps; a plan counts those that are left",
 }
+
+
+_LINES = 15
+"""The most lines of code that `history_parts` lists."""
 
 
 class SnapshotError(ValueError):
@@ -57,7 +58,7 @@ class SnapshotError(ValueError):
 
 
 @dataclass(frozen=True)
-class HeldBlock:
+class _HeldBlock:
     """The blocks in use at the peak that are of one kind of memory and that one line of code allocated."""
 
     row: str
@@ -78,7 +79,7 @@ class MemoryHistory:
     """Bytes of the blocks that were in use when the snapshot was taken."""
     peak_bytes: int
     """The most bytes in use at once while events were recorded."""
-    held: tuple[HeldBlock, ...]
+    held: tuple[_HeldBlock, ...]
     """What was in use at that peak, the most bytes first."""
     gaps_bytes: int = 0
     """Bytes that were reserved at the peak and not in use."""
@@ -115,23 +116,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_history(path: str | Path) -> MemoryHistory:
-    """The memory history in a file: of the device that ran out of memory, else of the one that held most.
-
-    Raises `SnapshotError` for a file that is no snapshot, and `OSError` where it cannot be read.
-    """
+    """The memory history in a file: of the device that ran out of memory, else of the one that held most. Raises
+    `SnapshotError` for a file that is no snapshot."""
     try:
         with open(path, "rb") as file:
             values = _Unpickler(file).load()
         segments, traces = values["segments"], values["device_traces"]
         devices = {segment["device"] for segment in segments} | {at for at, trace in enumerate(traces) if trace}
-        found = [
-            _of_device(
-                device,
-                [segment for segment in segments if segment["device"] == device],
-                traces[device] if device < len(traces) else [],
-            )
-            for device in sorted(devices)
-        ]
+        found = [_of_device(device, segments, traces) for device in sorted(devices)]
         if not found:
             raise SnapshotError(
                 "the file has no blocks and no events; call torch.cuda.memory._record_memory_history() before the steps"
@@ -146,11 +138,40 @@ def read_history(path: str | Path) -> MemoryHistory:
         raise SnapshotError(f"{path} is no snapshot of torch.cuda.memory._dump_snapshot ({text})") from None
 
 
+def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
+    """A report on what filled the card, as sentences and tables; `path` is the file's, for the text."""
+    end = f"{size(history.allocated_bytes)} allocated of the {size(history.reserved_bytes)} that torch had reserved"
+    if history.missing_bytes is not None:
+        end = f"an allocation of {size(history.missing_bytes)} failed, with {size(history.free_bytes)} free and {end}"
+    whole = sum(history.rows.values()) or 1
+    rows = new_table("What filled the card", "row", right=("bytes", "share"))
+    for row, nbytes in history.rows.items():
+        rows.add_row(row, size(nbytes), f"{nbytes / whole:.0%}")
+    shown = history.held[:_LINES]
+    headers = Column("function and line", overflow="fold", min_width=20), Column("row", overflow="fold")
+    title = f"The lines of code that allocated most of these bytes ({len(shown)} of {len(history.held)})"
+    lines = new_table(title, *headers, right=("blocks", "bytes"))
+    for one in shown:
+        lines.add_row(one.place or "(no line outside of torch)", one.row, str(one.blocks), size(one.nbytes))
+    advice = [f"{row}: {text}" for row, text in history.advice.items()]
+    plan = f"what that saves and costs: memopt plan MODEL --budget-gb GB, where MODEL is the model that {path} is of"
+    return [
+        f"GPU {history.device}: at most {size(history.peak_bytes)} allocated at once; at the end {end}",
+        rows,
+        lines,
+        "What memopt would do about each row",
+        *advice,
+        plan,
+    ]
+
+
 Block = tuple[int, str, list[Mapping[str, Any]]]
 """The bytes of a block, the category that the recorder gave it ("" for none), and the stack that allocated it."""
 
 
-def _of_device(device: int, segments: list[Any], events: list[Any]) -> MemoryHistory:
+def _of_device(device: int, segments: list[Any], traces: list[Any]) -> MemoryHistory:
+    segments = [segment for segment in segments if segment["device"] == device]
+    events = traces[device] if device < len(traces) else []
     blocks = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
     end = {block["address"]: (block["size"], "", block.get("frames") or []) for block in blocks}
     reserved = sum(segment["total_size"] for segment in segments)
@@ -178,7 +199,7 @@ def _at_the_peak(end: dict[int, Block], events: list[Any]) -> tuple[Iterable[Blo
         elif event["action"] == "free_completed":
             live[event["addr"]] = (event["size"], "", [])
     if events:
-        live = {at: (size, category or BEFORE * (not frames), frames) for at, (size, category, frames) in live.items()}
+        live = {at: (size, category or _BEFORE * (not frames), frames) for at, (size, category, frames) in live.items()}
     begin, last = dict(live), 0
     now = peak = sum(size for size, *_ in live.values())
     for number, event in enumerate(events, 1):
@@ -204,22 +225,18 @@ def _apply(event: Mapping[str, Any], live: dict[int, Block]) -> int:
     return event["size"] - before
 
 
-def _by_line(blocks: Iterable[Block]) -> Iterator[HeldBlock]:
-    sums: Counter[tuple[str, str]] = Counter()
-    counts: Counter[tuple[str, str]] = Counter()
+def _by_line(blocks: Iterable[Block]) -> Iterator[_HeldBlock]:
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for nbytes, category, frames in blocks:
-        key = category or _row(frames), _place(frames)
-        sums[key] += nbytes
-        counts[key] += 1
-    for key, nbytes in sums.items():
-        yield HeldBlock(*key, nbytes, counts[key])
+        found[category or _row(frames), _place(frames)].append(nbytes)
+    for key, sizes in found.items():
+        yield _HeldBlock(*key, sum(sizes), len(sizes))
 
 
 def _row(frames: list[Mapping[str, Any]]) -> str:
-    """The kind of memory (such as "activations") that was allocated under a stack, whose innermost frame comes
-    first."""
+    """The kind of memory (such as "activations") that was allocated under a stack, the innermost frame first."""
     if not frames:
-        return OTHER
+        return "no stack was recorded"
     for row, function, file in _SIGNS:
         if any(re.search(function, frame["name"]) and re.search(file, _path(frame)) for frame in frames):
             return row

@@ -28,7 +28,7 @@ Facts: TypeAlias = dict[str, Any]
 _Reasons: TypeAlias = dict[tuple[str, "str | None"], list[tuple[str, str]]]
 """The operators that have a reason for their dtype, with the reason, by their module and line of code."""
 
-ROWS = 15
+_ROWS = 15
 _NEEDED = ("saved", "recomputed", "offloaded", "output")
 _TOLD_OF_ONE = ("value", "why_dtype")
 _CASTS = ("_to_copy", "convert_element_type", "to")
@@ -63,23 +63,21 @@ def values_table(graph: DiGraph) -> Table:
         if facts["half"] == "forward" and facts["bytes"] and facts["fate"] in _NEEDED:
             module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", facts["module"])
             groups[facts["operator"], module, facts["source"], facts["fate"]].append((name, facts))
-    title = (
-        f"The largest values that the backward needs, and their fate ({min(ROWS, len(groups))} of {len(groups)} rows)"
-    )
+    rows = f"{min(_ROWS, len(groups))} of {len(groups)} rows"
+    title = f"The largest values that the backward needs, and their fate ({rows})"
     fold = Column("op", overflow="fold", max_width=24), Column("module", overflow="fold", min_width=20)
     numbers = (Column(header, justify="right", no_wrap=True) for header in ("values", "bytes"))
     table = new_table(title, *fold, *numbers, Column("fate", no_wrap=True))
     by_size = sorted(groups.items(), key=lambda entry: -sum(facts["bytes"] for _, facts in entry[1]))
-    for (_, module, _, fate), nodes in by_size[:ROWS]:
+    for (_, module, _, fate), nodes in by_size[:_ROWS]:
         total = size(sum(facts["bytes"] for _, facts in nodes))
         table.add_row(nodes[0][0], module or "(model)", str(len(nodes)), total, fate)
     return table
 
 
 def story_of(graph: DiGraph, wanted: str, hardware: str) -> tuple[Any, list[Table]]:
-    """All that is known of the op named `wanted`, as a dict for JSON and as tables. `graph` is the result of
-    `told_graph` for a plan for `hardware`. If the name fits several ops, such as those of a module, there is a list of
-    dicts, and the tables show that list and the op whose forward takes longest. Raises `ValueError` if it fits none."""
+    """All that is known of the op named `wanted` in a `told_graph`, as a dict for JSON and as tables. If several ops
+    fit, they are listed, before that whose forward takes longest. Raises `ValueError` if none does."""
     found = [wanted] if wanted in graph else [name for name, facts in graph.nodes(data=True) if _meant(facts, wanted)]
     if not found:
         known = ", ".join(sorted({facts["module"] for _, facts in graph.nodes(data=True) if facts["module"]})[:8])
@@ -88,9 +86,7 @@ def story_of(graph: DiGraph, wanted: str, hardware: str) -> tuple[Any, list[Tabl
         )
     computed = [name for name in found if graph.nodes[name]["fate"] not in ("input", "alias", "fused")] or found
     main = max(computed, key=lambda name: (graph.nodes[name]["half"] == "forward", graph.nodes[name]["seconds"]))
-    reads, readers = list(graph.predecessors(main)), list(graph.successors(main))
-    readers_by_half = [(one, graph.nodes[one]["half"]) for one in readers]
-    figures, story = _one(hardware, main, graph.nodes[main], reads, readers_by_half)
+    figures, story = _one(graph, main, hardware)
     if len(computed) == 1:
         return figures, [story]
     listed, table = _several(wanted, [(name, graph.nodes[name]) for name in computed])
@@ -110,19 +106,21 @@ def _several(wanted: str, nodes: list[tuple[str, Facts]]) -> tuple[Any, Table]:
     for name, facts in nodes:
         row = (_short(facts["operator"]), facts["module"], size(facts["bytes"]), duration(facts["seconds"]))
         table.add_row(name, *row, facts["fate"])
-    return [
-        {"op": name, **{key: facts[key] for key in facts if key not in _TOLD_OF_ONE}} for name, facts in nodes
-    ], table
+    told = [(name, {key: facts[key] for key in facts if key not in _TOLD_OF_ONE}) for name, facts in nodes]
+    return [{"op": name, **facts} for name, facts in told], table
 
 
-def _one(hardware: str, name: str, facts: Facts, reads: list[str], readers: list[tuple[str, str]]) -> tuple[Any, Table]:
+def _one(graph: DiGraph, name: str, hardware: str) -> tuple[Any, Table]:
+    facts: Facts = graph.nodes[name]
+    reads, readers = list(graph.predecessors(name)), list(graph.successors(name))
     value, why = facts["value"], facts["why_dtype"]
+    file, _, line = (facts["source"] or "").rpartition(":")
     held = f"{size(facts['held_bytes'])} of them" if facts["held_bytes"] else "none"
     rows = {
         "operator": _short(facts["operator"]) or facts["kind"],
         "half": facts["half"],
         "module": facts["module"] or "(model)",
-        "source": _source(facts["source"]),
+        "source": f"{Path(file).name}:{line}  {linecache.getline(file, int(line)).strip()}".rstrip() if line else "",
         "value": value,
         "dtype": f"{value.partition(' ')[0]}: {why}" if value and why else "",
         "bytes": f"{size(facts['bytes'])}, {held} held until the backward".replace("–, none", "none"),
@@ -132,7 +130,7 @@ def _one(hardware: str, name: str, facts: Facts, reads: list[str], readers: list
         "host": f"{size(facts['offloaded_bytes'])} copied there and back" if facts["offloaded_bytes"] else "",
         "fate": f"{facts['fate']}: {WHY[facts['fate']]}",
         "reads": ", ".join(reads),
-        "read by": ", ".join(f"{one} ({half})" for one, half in readers),
+        "read by": ", ".join(f"{one} ({graph.nodes[one]['half']})" for one in readers),
     }  # fmt: skip
     table = Table(title=f"{name}, planned for {hardware}", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
@@ -140,16 +138,7 @@ def _one(hardware: str, name: str, facts: Facts, reads: list[str], readers: list
     for title, text in rows.items():
         if text:
             table.add_row(title, text)
-    figures = {"op": name, **facts, "why": WHY[facts["fate"]], "reads": reads}
-    return {**figures, "read_by": [one for one, _ in readers]}, table
-
-
-def _source(source: str | None) -> str:
-    """File name, line number and code of a source line given as "file:line"; "" for None."""
-    if source is None:
-        return ""
-    file, _, line = source.rpartition(":")
-    return f"{Path(file).name}:{line}  {linecache.getline(file, int(line)).strip()}".rstrip()
+    return {"op": name, **facts, "why": WHY[facts["fate"]], "reads": reads, "read_by": readers}, table
 
 
 def _short(operator: str) -> str:
@@ -158,26 +147,23 @@ def _short(operator: str) -> str:
 
 def _reasons(captured: TracedStep) -> list[_Reasons | None]:
     """For each region, the reasons for the dtypes of its operators; None where the plan chooses none in it."""
-    found: list[_Reasons | None] = []
-    for region in captured.regions:
-        operators, reasons = region.operators, None
+    found: list[_Reasons | None] = [None] * len(captured.regions)
+    for number, region in enumerate(captured.regions):
+        operators = region.operators
         if captured.rewriting.autocast is not None and operators is not None and "precision" in operators.names:
-            reasons = defaultdict(list)
+            reasons: _Reasons = defaultdict(list)
+            found[number] = reasons
             why = operators.reasons("precision")
             for node in operators.stages[-1].graph.nodes:
                 if node.name in why:
                     place = module_path(node), source_line(node) or None
                     reasons[place].append((operator_name(node), why[node.name]))
-        found.append(reasons)
     return found
 
 
 def why_dtype(reasons: _Reasons | None, facts: Mapping[str, Any], readers: Sequence[str]) -> str:
-    """Why an op of the joint graph has its dtype, in words; "" for a node that is no operator.
-
-    `reasons` has the plan's reasons for the operators of the op's region, by module and line of code (None: the plan
-    chooses no dtypes there). `facts` are the op's attributes in `Plan.networkx`, `readers` the names of the ops that
-    read it."""
+    """Why an op has its dtype, in words; "" for a node that is no operator. `reasons` has those of the operators in its
+    region (see `_reasons`); `facts` are its attributes in `Plan.networkx`, `readers` the ops that read it."""
     if not facts["operator"]:
         return ""
     if reasons is None:

@@ -22,6 +22,7 @@ from memopt.show.diff_rows import Row
 from memopt.show.diff_text import facts_of, fold, label_of, module_of, names_of, title_of
 from memopt.show.report import AS_CAPTURED
 from memopt.show.step import WHY, Step, StepMemory, StepOp
+from memopt.show.step_of_plan import step_of
 from memopt.units import micros
 
 _Texts: TypeAlias = defaultdict[str, int]
@@ -33,9 +34,16 @@ _SCRIPTS = (
 """The names of the scripts in the order in which they stand in the page. All others are defined before `start` runs."""
 
 
+def report(plan: Plan, path: str | Path, frontier: Frontier[Any] | None, cards: Sequence[OnCard]) -> None:
+    """Write the HTML page that `Plan.report` makes. That of a plan without graphs shows budget and `frontier` only."""
+    if plan.source is None:
+        write_page(Path(path), page(plan, frontier=frontier))
+    else:
+        write_page(Path(path), page(plan, step_of(plan), plan.diff(), plan.recipes(), frontier, cards))
+
+
 def write_page(path: Path, text: str) -> None:
-    """Write a page to a file. Raises `ValueError` for a name that is not of an HTML file, and `OSError` where it cannot
-    be written."""
+    """Write a page to a file. Raises `ValueError` for a name that is not of an HTML file."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"the page is a file named *.html, not {path.name!r}")
     path.write_text(text, encoding="utf-8")
@@ -49,10 +57,8 @@ def page(
     frontier: Frontier[Any] | None = None,
     cards: Sequence[OnCard] = (),
 ) -> str:
-    """The page of a plan as HTML; `step` and `diff` are None for a plan without graphs.
-
-    `cards` and `recipes` are what `Plan.cards` and `Plan.recipes` return. If a `frontier` is given, its curve is shown,
-    with its own recipes."""
+    """The page of a plan as HTML; `step` and `diff` are None for a plan without graphs. The curve of a `frontier` is
+    shown with its own recipes."""
     scripts = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     texts: _Texts = defaultdict()
     texts.default_factory = texts.__len__
@@ -71,18 +77,13 @@ def page(
     text = json.dumps(figures, ensure_ascii=False, separators=(",", ":"))
     parts = {
         "title": escape(f"{plan.model} on {plan.hardware}: memopt"),
-        "style": page_style(),
+        "style": _asset("page.css"),
         "figures": text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         "script": f'"use strict";\n(() => {{\n{scripts}\n}})();',
     }
     before, *marked = _asset("page.html").split("{{")
     filled = (parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in marked))
     return before + "".join(filled)
-
-
-def page_style() -> str:
-    """The page's style sheet."""
-    return _asset("page.css")
 
 
 def _asset(name: str) -> str:
@@ -119,8 +120,8 @@ def _step(step: Step, texts: _Texts) -> dict[str, Any]:
         "planned": _memory(step.planned, texts),
         "parameters": _rows(step.parameters, texts),
         "types": {
-            name: [texts[getattr(one, name)] for one in step.types]
-            for name in ("name", "operator", "module", "dtype", "reason")
+            name: [texts[one[at]] for one in step.types]
+            for at, name in enumerate(("name", "operator", "module", "dtype", "reason"))
         },
     }
 
@@ -164,8 +165,7 @@ def _rows(rows: Mapping[str, int], texts: _Texts) -> list[list[int]]:
 
 
 def _sections(diff: PlanDiff, texts: _Texts) -> list[dict[str, Any]]:
-    """The changes as rows of plain texts, folded as `Plan.diff` prints them, by part of the model. `title` names the
-    part's blocks; it is "" outside of blocks."""
+    """The changes as rows of texts, folded as `Plan.diff` prints them, by part of the model."""
     made, found, sections = fold(diff.changes, diff.modules)
     parts = []
     for section, rows in groupby(made, key=lambda row: row.section if "*" in row.section else ""):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memopt.errors import GIB
 from memopt.planning.plan import Plan
-from memopt.show.bands import COLOURS, band_of, bands, columns, edges
-from memopt.show.drawing import QUIET, new_figure, quiet_frame
+from memopt.show.bands import COLOURS, band_of, bands, columns, edges, end_of
+from memopt.show.drawing import QUIET, drawn, new_figure, quiet_frame
 from memopt.show.step import Step, StepMemory
+from memopt.show.step_of_plan import step_of
 from memopt.units import size
 
 if TYPE_CHECKING:
@@ -20,60 +22,51 @@ if TYPE_CHECKING:
 
 _COLUMNS = 1600
 _INK, _LIMIT = "#1b1f24", "#b3421f"
-# The budget is drawn if it is at most this many times the highest peak.
-_BUDGET_REACH = 1.7
+_BUDGET_REACH = 1.7  # the budget is drawn if it is at most this many times the highest peak
 _WIDTH, _HEIGHT = 1000.0, 520.0
 _HEAD = 17.0
 _LETTER = 6.6  # the width of a letter of the labels
 _DEPTH = 3
+_TIMES = (1.0, "s"), (1e3, "ms"), (1e6, "µs")
+"""How many units of the time axis make a second, and their names."""
 Box = tuple[float, float, float, float]
 """Left, bottom, width and height."""
 
 
-def timeline_figure(plan: Plan, step: Step) -> Figure:
-    """The memory over the step, planned and with nothing recomputed, as a matplotlib figure. Raises
-    `ModuleNotFoundError` without matplotlib."""
-    figure = new_figure(9.0, 4.6)
-    axes = figure.subplots()
-    figure.subplots_adjust(left=0.075, right=0.98, bottom=0.22, top=0.87)
-    end = max(edges(step.planned)[-1], edges(step.plain)[-1])
-    x = [column / _COLUMNS * end * _scale(end)[0] for column in range(_COLUMNS)]
+def timeline(plan: Plan, path: str | Path | None) -> Figure:
+    """The figure of `Plan.plot_timeline`, also written to `path` if that is given."""
+    return drawn(lambda: _timeline(plan, step_of(plan)), path)
+
+
+def treemap(plan: Plan, path: str | Path | None, *, planned: bool) -> Figure:
+    """The figure of `Plan.plot_treemap`, also written to `path` if that is given."""
+    return drawn(lambda: _treemap(plan, step_of(plan), planned=planned), path)
+
+
+def _timeline(plan: Plan, step: Step) -> Figure:
+    figure, axes = new_figure(9.0, 4.6, left=0.075, right=0.98, bottom=0.22, top=0.87)
+    end = end_of(step)
+    scale, time_unit = next((one for one in _TIMES if end * one[0] >= 1), _TIMES[-1])
+    x = [column / _COLUMNS * end * scale for column in range(_COLUMNS)]
     unit, per_unit = ("GB", GIB) if step.plain.peak_bytes >= GIB else ("MB", 1024**2)
-    _stack(axes, step.planned, x, end, per_unit)
-    _line(axes, step.plain, x, end, per_unit)
+    base = [0.0] * _COLUMNS
+    for band, values in bands(step.planned, columns(step.planned, _COLUMNS, end)).items():
+        top = [low + value / per_unit for low, value in zip(base, values, strict=True)]
+        axes.fill_between(x, base, top, step="post", color=COLOURS[band], linewidth=0, label=band)
+        base = top
+    moments = zip(x, columns(step.plain, _COLUMNS, end), strict=True)
+    points = [(at, step.plain.live_bytes[moment] / per_unit) for at, moment in moments if moment is not None]
+    across, up = zip(*points, strict=True)
+    axes.plot(across, up, color=_INK, linewidth=1.0, drawstyle="steps-post", label="nothing recomputed")
     highest = max(step.plain.peak_bytes, step.planned.peak_bytes)
     if plan.budget_bytes < _BUDGET_REACH * highest:
         axes.axhline(plan.budget_bytes / per_unit, color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)), label="budget")
         highest = max(highest, plan.budget_bytes)
     axes.set_ylim(0, 1.06 * highest / per_unit)
-    axes.set_xlim(0, end * _scale(end)[0])
-    _frame(figure, axes, plan, step, unit, _scale(end)[1])
-    _halves(axes, step.planned, _scale(end)[0])
+    axes.set_xlim(0, end * scale)
+    _frame(figure, axes, plan, step, unit, time_unit)
+    _halves(axes, step.planned, scale)
     return figure
-
-
-def _scale(end: float) -> tuple[float, str]:
-    """How many units of the time axis make a second, and the unit's name, for a step that ends at `end` seconds."""
-    return next(
-        ((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if end * scale >= 1), (1e6, "µs")
-    )
-
-
-def _stack(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit: float) -> None:
-    found = bands(memory, columns(memory, _COLUMNS, end))
-    base = [0.0] * _COLUMNS
-    for band, values in found.items():
-        top = [low + value / per_unit for low, value in zip(base, values, strict=True)]
-        axes.fill_between(x, base, top, step="post", color=COLOURS[band], linewidth=0, label=band)
-        base = top
-
-
-def _line(axes: Axes, memory: StepMemory, x: list[float], end: float, per_unit: float) -> None:
-    moments = columns(memory, _COLUMNS, end)
-    pairs = zip(x, moments, strict=True)
-    points = [(at, memory.live_bytes[moment] / per_unit) for at, moment in pairs if moment is not None]
-    across, up = zip(*points, strict=True)
-    axes.plot(across, up, color=_INK, linewidth=1.0, drawstyle="steps-post", label="nothing recomputed")
 
 
 def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
@@ -88,12 +81,15 @@ def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
         )  # fmt: skip
 
 
+def _title(figure: Figure, plan: Plan, told: str, left: float, right: float) -> None:
+    figure.text(left, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
+    figure.text(right, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
+
+
 def _frame(figure: Figure, axes: Axes, plan: Plan, step: Step, unit: str, time_unit: str) -> None:
     """Draw titles, the labels of the axes and the legend."""
-    figure.text(0.075, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
     told = f"peak {size(step.planned.peak_bytes)} within {size(plan.budget_bytes)}"
-    told += f"; {size(step.plain.peak_bytes)} with nothing recomputed"
-    figure.text(0.98, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
+    _title(figure, plan, f"{told}; {size(step.plain.peak_bytes)} with nothing recomputed", 0.075, 0.98)
     axes.set_xlabel(f"time of the step, {time_unit}", fontsize=9)
     axes.set_ylabel(f"memory, {unit}", fontsize=9)
     quiet_frame(axes, 8.5)
@@ -114,25 +110,23 @@ class _Module:
         return self.own.total() + sum(part.nbytes for part in self.parts.values())
 
 
-def treemap_figure(plan: Plan, step: Step, memory: StepMemory) -> Figure:
-    """The bytes by module at the peak of `memory` (the step's planned or plain one), as a matplotlib figure. Raises
-    `ModuleNotFoundError` without matplotlib."""
-    figure = new_figure(9.0, 5.4)
-    axes = figure.subplots()
-    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.1, top=0.9)
+def _treemap(plan: Plan, step: Step, *, planned: bool) -> Figure:
+    figure, axes = new_figure(9.0, 5.4, left=0.01, right=0.99, bottom=0.1, top=0.9)
+    from matplotlib.patches import Patch
+
     axes.set_xlim(0, _WIDTH)
     axes.set_ylim(_HEIGHT, 0)
     axes.set_axis_off()
+    memory = step.planned if planned else step.plain
     root = _tree(step.by_module(memory, memory.peak))
     used: set[str] = set()
     for box, module, band, depth in _boxes(root, (0.0, 0.0, _WIDTH, _HEIGHT), 0):
         _draw(axes, box, module, band, depth)
         used |= {band} - {""}
-    which = "as planned" if memory is step.planned else "with nothing recomputed"
-    figure.text(0.01, 0.95, f"{plan.model} on {plan.hardware}", fontsize=12, fontweight="bold")
-    told = f"{size(memory.peak_bytes)} at the peak {which}, by module"
-    figure.text(0.99, 0.95, told, fontsize=9, color=QUIET, horizontalalignment="right")
-    _legend(figure, [band for band in COLOURS if band in used])
+    which = "as planned" if planned else "with nothing recomputed"
+    _title(figure, plan, f"{size(memory.peak_bytes)} at the peak {which}, by module", 0.01, 0.99)
+    patches = [Patch(color=colour, label=band) for band, colour in COLOURS.items() if band in used]
+    figure.legend(handles=patches, loc="lower center", ncols=6, fontsize=8, frameon=False, handlelength=1.0)
     return figure
 
 
@@ -156,7 +150,9 @@ def _boxes(module: _Module, box: Box, depth: int) -> Iterator[tuple[Box, _Module
     for room, (_, part, band) in zip(squarify([float(part[0]) for part in parts], box), parts, strict=True):
         yield room, part, band, depth
         if not band:
-            yield from _boxes(part, _inside(room, depth), depth + 1)
+            x, y, width, height = room  # the modules in it lie below its label
+            inside = (x + 1.5, y + _HEAD, width - 3, height - _HEAD - 1.5) if _is_named(room, depth) else room
+            yield from _boxes(part, inside, depth + 1)
 
 
 def _through(module: _Module) -> _Module:
@@ -164,12 +160,6 @@ def _through(module: _Module) -> _Module:
     while len(module.parts) == 1 and not module.own:
         (module,) = module.parts.values()
     return module
-
-
-def _inside(box: Box, depth: int) -> Box:
-    """The part of a module's box that is left below its label; all of the box if it is too small for a label."""
-    x, y, width, height = box
-    return (x + 1.5, y + _HEAD, width - 3, height - _HEAD - 1.5) if _is_named(box, depth) else box
 
 
 def _is_named(box: Box, depth: int) -> bool:
@@ -182,29 +172,21 @@ def _draw(axes: Axes, box: Box, module: _Module, band: str, depth: int) -> None:
     x, y, width, height = box
     if band:
         axes.add_patch(Rectangle((x, y), width, height, facecolor=COLOURS[band], edgecolor="white", linewidth=0.5))
-        label, room = band if not module.path else "", height
+        label = band if not module.path else ""
+    elif not _is_named(box, depth):
+        return
     else:
-        if not _is_named(box, depth):
-            return
         axes.add_patch(Rectangle((x, y), width, height, facecolor="#f1f3f5", edgecolor="white", linewidth=1.0))
-        label, room = (".".join(module.path.split(".")[-2:]) if depth else module.path), height
+        label = ".".join(module.path.split(".")[-2:]) if depth else module.path
     letters = int((width - 8) / _LETTER)
     whole = f"{label} {size(module.nbytes if not band else module.own[band])}"
     text = whole if len(whole) <= letters else label if len(label) <= letters else ""
-    if label and text and room > 14:
+    if label and text and height > 14:
         axes.text(x + 5, y + 12, text, fontsize=7.5, color=_INK)
 
 
-def _legend(figure: Figure, used: list[str]) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(color=COLOURS[band], label=band) for band in used]
-    figure.legend(handles=patches, loc="lower center", ncols=6, fontsize=8, frameon=False, handlelength=1.0)
-
-
 def squarify(areas: Sequence[float], box: Box) -> list[Box]:
-    """A box within `box` for each of the areas, in proportion to them. The areas are positive and sorted, the largest
-    first."""
+    """A box within `box` for each of the areas, which are positive, the largest first, in proportion to them."""
     x, y, width, height = box
     scale = width * height / sum(areas) if areas else 0.0
     placed: list[Box] = []
@@ -230,8 +212,7 @@ def squarify(areas: Sequence[float], box: Box) -> list[Box]:
 
 def _worst(row: Sequence[float], side: float, scale: float) -> float:
     """The worst ratio of the sides of the rectangles of these areas, laid in a row along a side of the box."""
-    total = sum(row) * scale
-    square = side * side
-    return (
-        max(square * max(row) * scale / (total * total), total * total / (square * min(row) * scale)) if side else 0.0
-    )
+    if not side:
+        return 0.0
+    total, square = sum(row) * scale, side * side
+    return max(square * max(row) * scale / (total * total), total * total / (square * min(row) * scale))

@@ -18,20 +18,18 @@ from memopt.planning.schedule_parts import ModuleRow
 from memopt.terminal import Column, Console, RenderableType, Table
 from memopt.units import duration, size
 
-MODULE_ROWS = 60
+_MODULE_ROWS = 60
 AS_CAPTURED = "as captured"
 BRIEF_LINES = 40
 """The most lines that `print(plan)` takes."""
 # The most rows of bytes and of modules that `brief` shows, tried in this order until `BRIEF_LINES` lines suffice.
 _BRIEF = ((99, 16), (99, 10), (99, 6), (8, 8), (8, 5), (6, 4), (4, 2))
 _BRIEF_NOTES = 3
-# Tables of modules that are narrower have no columns for the numbers of operators.
-_WIDE = 100
+_WIDE = 100  # tables of modules that are narrower have no columns for the numbers of operators
 _NOTABLE = 0.0005
 """The least share of a step that guards and memopt's Python code must take to be mentioned: half of the last digit of
 the added time."""
-# Names of modules are not folded to fewer columns, however narrow the terminal is.
-_MODULE_WIDTH = 16
+_MODULE_WIDTH = 16  # names of modules are not folded to fewer columns, however narrow the terminal is
 
 
 def render(plan: Plan, width: int = 110) -> str:
@@ -63,24 +61,19 @@ def parts(plan: Plan, width: int = 110) -> list[RenderableType]:
 def _tables(
     plan: Plan, width: int, byte_rows: int | None = None, module_rows: int | None = None
 ) -> list[RenderableType]:
-    """The headline and the tables, with at most `byte_rows` rows of bytes (None: all) and `module_rows` rows of modules
-    (None: `MODULE_ROWS`)."""
-    receipt = [receipt_table(plan)] if len(plan.receipt) > 1 else []
-    offloads = [_offload_line(plan)] if plan.moved_bytes else []
-    offloads += [_hosted_line(plan)] if plan.hosted_bytes else []
-    cluster = [] if plan.cluster is None else [_cluster_table(plan.cluster)]
-    kept = [_kept_line(plan)] if plan.kept else []
-    decisions = [_decisions_line(plan)] if plan.decisions else []
-    return [
+    """The headline and the tables, with at most so many rows of bytes and of modules (None: all, `_MODULE_ROWS`)."""
+    shown: list[RenderableType | None] = [
         headline(plan),
-        *offloads,
-        *kept,
-        *decisions,
-        *cluster,
+        _offload_line(plan) if plan.moved_bytes else None,
+        _hosted_line(plan) if plan.hosted_bytes else None,
+        _kept_line(plan) if plan.kept else None,
+        _decisions_line(plan) if plan.decisions else None,
+        _cluster_table(plan.cluster) if plan.cluster else None,
         bytes_table(plan, byte_rows),
-        *receipt,
+        receipt_table(plan) if len(plan.receipt) > 1 else None,
         _module_table(plan, width, module_rows),
     ]
+    return [part for part in shown if part is not None]
 
 
 def as_text(*parts: RenderableType, width: int = 110) -> str:
@@ -93,8 +86,7 @@ def as_text(*parts: RenderableType, width: int = 110) -> str:
 
 
 def new_table(title: str, *headers: str | Column, right: Iterable[str] = ()) -> Table:
-    """A table without rows: columns with these `headers`, then columns with the headers `right`, which are aligned to
-    the right."""
+    """A table without rows: columns with these `headers`, then columns `right`, which are aligned to the right."""
     numbers = (Column(header, justify="right") for header in right)
     return Table(*headers, *numbers, title=title, title_justify="left")
 
@@ -113,8 +105,7 @@ def headline(plan: Plan) -> str:
 
 
 def _added(plan: Plan) -> str:
-    """The added time in words, with the part of guards and memopt's own code, the lower bound, and the range of times
-    to expect of a planned step."""
+    """The added time in words, with the part of memopt's own code, the lower bound, and the time to expect."""
     fastest, slowest = map(duration, measured_seconds(plan.step_seconds + plan.added_seconds))
     own = f"{plan.host_share:.1%} for Dynamo's guards and memopt's Python code"
     own = f"including {own}, " if plan.host_share >= _NOTABLE else ""
@@ -125,15 +116,12 @@ def _added(plan: Plan) -> str:
 
 
 def before_all(plan: Plan) -> tuple[str, int]:
-    """The step that a plan is compared with, as a phrase, and its peak in bytes: the plain step, or, where that was not
-    counted, the captured one."""
+    """The step that a plan is compared with, as a phrase, and its peak: the plain step, or else the captured one."""
     first = plan.receipt[0] if plan.receipt else ReceiptRow("", plan.plain.peak_bytes, plan.step_seconds)
     return first.lever or AS_CAPTURED, first.peak_bytes
 
 
 def _offload_line(plan: Plan) -> str:
-    """A sentence about offloading: the bytes that are copied, the most on the host at once, and the time that compute
-    waits for copies. Bytes on the host are not part of the budget."""
     return (
         f"offloaded: {size(plan.moved_bytes)} per step are copied to the host and back, at most "
         f"{size(plan.host_bytes)} at a time; {_bound(plan)}"
@@ -141,8 +129,6 @@ def _offload_line(plan: Plan) -> str:
 
 
 def _hosted_line(plan: Plan) -> str:
-    """A sentence about the frozen parameters that stay on the host, and the bytes of them that a step copies to the
-    device."""
     return (
         f"on the host: {size(plan.hosted_bytes)} of frozen parameters, of which a step copies "
         f"{size(plan.brought_bytes)} to the device{'' if plan.moved_bytes else f'; {_bound(plan)}'}"
@@ -157,7 +143,6 @@ def _bound(plan: Plan) -> str:
 
 
 def _kept_line(plan: Plan) -> str:
-    """A sentence about the blocks whose parameters stay gathered for the backward."""
     paths = [path for path, _ in plan.kept]
     named = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
     held = size(sum(nbytes for _, nbytes in plan.kept))
@@ -168,8 +153,6 @@ def _kept_line(plan: Plan) -> str:
 
 
 def _decisions_line(plan: Plan) -> str:
-    """A sentence about the operators that are never recomputed because they decide something, and the bytes of their
-    results that are saved."""
     calls: Counter[str] = Counter()
     for row in plan.decisions:
         calls[row.operator] += row.calls
@@ -184,8 +167,7 @@ def _decisions_line(plan: Plan) -> str:
 
 
 def bytes_table(plan: Plan, most: int | None = None) -> Table:
-    """A table of the bytes of each row of the account at the peak, with nothing recomputed and as planned. If there are
-    more than `most` rows, the smallest are summed in one."""
+    """The bytes of each row of the account at the peak. Of more than `most` rows, the smallest are summed in one."""
     table = new_table("Where every byte goes at the peak", "row", right=("nothing recomputed", "planned"))
     plain, planned = dict(plan.plain.rows), dict(plan.planned.rows)
     names = list(dict.fromkeys([*plain, *planned]))
@@ -208,15 +190,13 @@ def bytes_table(plan: Plan, most: int | None = None) -> Table:
 
 
 def _module_table(plan: Plan, width: int, most: int | None = None) -> Table:
-    """A table with a row for each module, or each run of equal blocks, summed over submodules until there are at most
-    `most` rows."""
+    """A row for each module or run of equal blocks, summed over submodules down to at most `most` rows."""
     rows = alike(folded(plan.modules)) if most is None else alike(folded(plan.modules, most, runs=True))
-    wide = width >= _WIDE
+    wide, offloads = width >= _WIDE, bool(plan.moved_bytes)
     longest = max((len(row.path) for row, *_ in rows), default=0)
     module = Column("module", overflow="fold", min_width=min(longest, _MODULE_WIDTH))
-    offloads = bool(plan.moved_bytes)
-    counts = (["ops"], ["ops recomputed"]) if wide else ([], [])
-    right = (*counts[0], "saved", *["offloaded"] * offloads, *counts[1], "recomputed", "time", "added")
+    right = [*["ops"] * wide, "saved", *["offloaded"] * offloads, *["ops recomputed"] * wide]
+    right += ["recomputed", "time", "added"]
     table = new_table("What each module saves for the backward, and recomputes", module, right=right)
     for row, last, times in rows:
         others = f" … {last.path.rpartition('.')[2]}, each of {times}" if times > 1 else ""
@@ -247,27 +227,27 @@ def receipt_table(plan: Plan) -> Table:
     return table
 
 
-def folded(rows: Iterable[ModuleRow], most: int = MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
-    """The rows of modules, cut at one level of the module tree: rows of modules below that level are added to that of
-    the module around them. The level is the deepest with at most `most` rows, or else the top one. With `runs`, equal
-    rows in a sequence count as one (see `alike`)."""
+def folded(rows: Iterable[ModuleRow], most: int = _MODULE_ROWS, *, runs: bool = False) -> list[ModuleRow]:
+    """The rows of modules, cut at the deepest level of the module tree with at most `most` rows, or else the top one:
+    rows below it are added up. With `runs`, equal rows in a sequence count as one (see `alike`)."""
     rows = list(rows)
-    depth = max((row.path.count(".") for row in rows), default=0)
-    while True:
+    deepest = max((row.path.count(".") for row in rows), default=0)
+    for depth in range(deepest, -1, -1):
         merged: dict[str, ModuleRow] = {}
         for row in rows:
             path = ".".join(row.path.split(".")[: depth + 1])
-            merged[path] = _sum(merged[path], row) if path in merged else replace(row, path=path)
+            known = vars(merged[path]) if path in merged else {}
+            sums = {name: value + getattr(row, name) for name, value in known.items() if name != "path"}
+            merged[path] = replace(row, path=path, **sums)
         found = list(merged.values())
-        if len(alike(found) if runs else found) <= most or depth == 0:
-            return found
-        depth -= 1
+        if len(alike(found) if runs else found) <= most:
+            break
+    return found
 
 
 def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
-    """The rows, with runs of equal neighbours in a list of modules ("layers.0", "layers.1", …) combined.
-
-    Returns the first row, the last row and the length of each run; a row by itself is a run of 1."""
+    """The first row, the last row and the length of each run of equal neighbours in a list of modules ("layers.0",
+    "layers.1", …); a row by itself is a run of 1."""
     runs: list[tuple[ModuleRow, ModuleRow, int]] = []
     for row in rows:
         if runs and row.path[-1:].isdigit() and _siblings(runs[-1][1], row):
@@ -279,26 +259,16 @@ def alike(rows: Iterable[ModuleRow]) -> list[tuple[ModuleRow, ModuleRow, int]]:
 
 
 def _siblings(a: ModuleRow, b: ModuleRow) -> bool:
-    """Whether two rows are numbered elements of one list of modules with equal figures; times may differ by
-    rounding."""
-    same_list = a.path.rpartition(".")[0] == b.path.rpartition(".")[0] and a.path[-1:].isdigit()
-    seconds = zip((a.seconds, a.added_seconds), (b.seconds, b.added_seconds), strict=True)
-    close = all(math.isclose(mine, theirs, rel_tol=1e-6) for mine, theirs in seconds)
-    return (
-        same_list
-        and close
-        and replace(a, path="", seconds=0, added_seconds=0) == replace(b, path="", seconds=0, added_seconds=0)
-    )
-
-
-def _sum(a: ModuleRow, b: ModuleRow) -> ModuleRow:
-    names = [name for name in ModuleRow.__dataclass_fields__ if name != "path"]
-    return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in names})
+    """Whether two rows are numbered elements of one list of modules with equal figures, but for rounding of times."""
+    if a.path.rpartition(".")[0] != b.path.rpartition(".")[0] or not a.path[-1:].isdigit():
+        return False
+    times = ((a.seconds, b.seconds), (a.added_seconds, b.added_seconds))
+    close = all(math.isclose(mine, theirs, rel_tol=1e-6) for mine, theirs in times)
+    return close and a == replace(b, path=a.path, seconds=a.seconds, added_seconds=a.added_seconds)
 
 
 def _cluster_table(step: ClusterStep) -> Table:
-    """A table of the seconds of one card's step by what bounds them, and of the exchanges of its groups of
-    parameters."""
+    """The seconds of one card's step by what bounds them, and the exchanges of its groups of parameters."""
     title = (
         f"On {step.cards:,} cards ({step.mesh}) over {step.interconnect}: a step takes {duration(step.seconds)}, most "
         f"of it bounded by {step.bound}"

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from memopt.account.breakdown import GRADIENTS, OPTIMIZER_STEP, WORKSPACE
+from memopt.account.breakdown import GRADIENTS, WORKSPACE
 
-BY_PARAMETERS = frozenset({"parameters", "optimizer state", GRADIENTS})
+_BY_PARAMETERS = frozenset({"parameters", "optimizer state", GRADIENTS})
 """Rows of the account that are divided among modules in proportion to their parameters."""
 
 WHY = {
@@ -132,8 +132,7 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """The first moment with the most bytes; the optimizer's step is returned only if it holds more than any other
-        moment."""
+        """The first moment with the most bytes."""
         return max(range(len(self.live_bytes)), key=self.live_bytes.__getitem__)
 
     @property
@@ -141,27 +140,16 @@ class StepMemory:
         """The most bytes held at any moment."""
         return self.live_bytes[self.peak]
 
-    def live(self, moment: int) -> Iterator[LiveRange]:
-        """The live ranges that contain `moment`, the position of an evaluation in the schedule; none at the moment
-        after the last evaluation, which is the optimizer's step."""
-        if moment < len(self.evaluations):
-            yield from (kept for kept in self.ranges if kept.first <= moment <= kept.last)
+    def alive(self, moment: int) -> Iterator[tuple[int, str, int]]:
+        """The number in `Step.ops` of an operator, a row of the account and bytes, for each storage that is alive at a
+        moment and for the workspace of the operator that runs; nothing at the moment of the optimizer's step."""
+        for now in self.evaluations[moment : moment + 1]:
+            yield from ((one.op, one.kind, one.nbytes) for one in self.ranges if one.first <= moment <= one.last)
+            yield now.op, WORKSPACE, now.workspace_bytes
 
     def rows(self, moment: int) -> Mapping[str, int]:
-        """The account's rows, with their bytes, that are constant in the phase of a moment: during the optimizer's
-        step, or before it."""
+        """The rows of the account that are constant before the optimizer's step, or, at that moment, its rows."""
         return self.resident if moment < len(self.evaluations) else self.optimizer
-
-
-@dataclass(frozen=True)
-class TypedOp:
-    """An operator of the forward with the dtype of its result, and the reason for it."""
-
-    name: str
-    operator: str
-    module: str
-    dtype: str
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,7 +161,8 @@ class Step:
     planned: StepMemory
     parameters: Mapping[str, int] = field(default_factory=dict)
     """Bytes of trained parameters by the path of their module; "" for those whose module is not known."""
-    types: tuple[TypedOp, ...] = ()
+    types: tuple[tuple[str, str, str, str, str], ...] = ()
+    """Of each operator of the forward its name, operator and module, the dtype of its result, and the reason for it."""
 
     def by_module(self, memory: StepMemory, moment: int) -> dict[str, Counter[str]]:
         """The bytes of each module at a moment, by row of the account; "" is for bytes of no module. They add up to the
@@ -182,25 +171,15 @@ class Step:
         for row, nbytes in memory.rows(moment).items():
             for module, share in self.shares(row, nbytes):
                 found[module][row] += share
-        for kept in memory.live(moment):
-            found[self.ops[kept.op].module][kept.kind] += kept.nbytes
-        if moment < len(memory.evaluations):
-            now = memory.evaluations[moment]
-            found[self.ops[now.op].module][WORKSPACE] += now.workspace_bytes
+        for op, row, nbytes in memory.alive(moment):
+            found[self.ops[op].module][row] += nbytes
         kept_rows = {module: Counter({row: n for row, n in rows.items() if n > 0}) for module, rows in found.items()}
         return {module: rows for module, rows in kept_rows.items() if rows}
-
-    def at(self, memory: StepMemory, moment: int) -> str:
-        """A description of a moment: the operator that runs, or the optimizer's step."""
-        if moment == len(memory.evaluations):
-            return OPTIMIZER_STEP
-        op = self.ops[memory.evaluations[moment].op]
-        return f"{op.name} of {op.module}" if op.module else op.name
 
     def shares(self, row: str, nbytes: int) -> Iterator[tuple[str, int]]:
         """Each module's share of `nbytes` bytes of a row of the account; "" gets the bytes that belong to no module."""
         known = sum(self.parameters.values())
-        if row not in BY_PARAMETERS or not known:
+        if row not in _BY_PARAMETERS or not known:
             yield "", nbytes
             return
         whole = max(nbytes, known) if row == "parameters" else known

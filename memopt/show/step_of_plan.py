@@ -11,14 +11,15 @@ from memopt.account.account import Account
 from memopt.account.breakdown import ANY_LINK, kind_of, optimizer_rows, resident_rows
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts, operator_name
+from memopt.planning.joined import Joined
 from memopt.planning.on_card import on_card
 from memopt.planning.plan import Plan
 from memopt.planning.plan_views import named_nodes, op_names
 from memopt.planning.priced_step import TracedStep
 from memopt.planning.schedule_parts import forward_evaluations
-from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp, TypedOp
-from memopt.solver import Link, RematProblem, Schedule
-from memopt.solver.simulator import TimeLine, lifetimes, time_line
+from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp
+from memopt.solver import Link, Schedule
+from memopt.solver.simulator import lifetimes, time_line
 from passes.graphs.graph_text import format_dtype, format_value
 from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
 
@@ -26,106 +27,67 @@ if TYPE_CHECKING:
     from networkx import DiGraph
 
 
-def step_memory(
-    problem: RematProblem, schedule: Schedule, account: Account, numbers: Sequence[int], link: Link | None
+def _memory(
+    ops: Sequence[StepOp], captured: TracedStep, joined: Joined, schedule: Schedule, account: Account, link: Link | None
 ) -> StepMemory:
-    """The memory of a step that runs by `schedule`. `numbers` gives the index in `Step.ops` of each op of the problem;
-    `link` is the link to the host, None for a schedule without offloads. Resident bytes come from `account`; those of
-    the problem are ignored."""
+    """The memory of a step of `ops` that runs by `schedule`, over a link to the host if there are offloads."""
+    problem, known = joined.problem, {op.name: at for at, op in enumerate(ops)}
+    numbers = [known[name] for name in op_names(captured, joined)]
     times = time_line(problem, schedule, link or ANY_LINK)
+    first: dict[int, int] = {}
+    evaluations = []
+    for at, (op, start) in enumerate(zip(schedule.evaluations, times.starts, strict=True)):
+        evaluations.append(Evaluation(numbers[op], start, problem.ops[op].workspace_bytes, op in first))
+        first.setdefault(op, at)
+    ranges = []
+    for storage, born, dies in lifetimes(problem, schedule.evaluations, schedule.offloads):
+        maker = problem.producer[storage]
+        kind = kind_of(problem, storage, first=born == first[maker], fetched=schedule.evaluations[born] != maker)
+        ranges.append(LiveRange(numbers[maker], problem.storages[storage].bytes, kind, born, dies))
+    copies = []
+    for offload, out, back in zip(schedule.offloads, times.out, times.back, strict=True):
+        what = numbers[problem.producer[offload.storage]], problem.storages[offload.storage].bytes
+        copies += [Copy(*what, True, *out), Copy(*what, False, *back)]
     return StepMemory(
         resident={row: nbytes for row, nbytes in resident_rows(account).items() if nbytes},
-        evaluations=_evaluations(problem, schedule, numbers, times),
+        evaluations=tuple(evaluations),
         boundary=forward_evaluations(problem, schedule),
-        ranges=_ranges(problem, schedule, numbers),
+        ranges=tuple(sorted(ranges, key=lambda kept: kept.first)),
         optimizer={row: nbytes for row, nbytes in optimizer_rows(account, problem.output_bytes).items() if nbytes},
         seconds=sum(problem.ops[op].seconds for op in schedule.evaluations) + times.stall_seconds,
-        copies=_copies(problem, schedule, numbers, times),
+        copies=tuple(sorted(copies, key=lambda copy: copy.start)),
     )
 
 
-def _evaluations(
-    problem: RematProblem, schedule: Schedule, numbers: Sequence[int], times: TimeLine
-) -> tuple[Evaluation, ...]:
-    seen: set[int] = set()
-    made = []
-    for op, start in zip(schedule.evaluations, times.starts, strict=True):
-        made.append(Evaluation(numbers[op], start, problem.ops[op].workspace_bytes, op in seen))
-        seen.add(op)
-    return tuple(made)
-
-
-def _ranges(problem: RematProblem, schedule: Schedule, numbers: Sequence[int]) -> tuple[LiveRange, ...]:
-    """The live ranges of all storages, several for one that is recomputed or fetched, in the order of their
-    beginning."""
-    evaluations = schedule.evaluations
-    first: dict[int, int] = {}
-    for position, op in enumerate(evaluations):
-        first.setdefault(op, position)
-    found = []
-    for storage, born, dies in lifetimes(problem, evaluations, schedule.offloads):
-        maker = problem.producer[storage]
-        kind = kind_of(problem, storage, first=born == first[maker], fetched=evaluations[born] != maker)
-        found.append(LiveRange(numbers[maker], problem.storages[storage].bytes, kind, born, dies))
-    return tuple(sorted(found, key=lambda kept: kept.first))
-
-
-def _copies(problem: RematProblem, schedule: Schedule, numbers: Sequence[int], times: TimeLine) -> tuple[Copy, ...]:
-    """The copies to the host and back, in the order of their beginning."""
-    found = []
-    for offload, out, back in zip(schedule.offloads, times.out, times.back, strict=True):
-        op = numbers[problem.producer[offload.storage]]
-        nbytes = problem.storages[offload.storage].bytes
-        found += [Copy(op, nbytes, True, *out), Copy(op, nbytes, False, *back)]
-    return tuple(sorted(found, key=lambda copy: copy.start))
-
-
 def step_of(plan: Plan) -> Step:
-    """Everything that the step of a plan holds at every moment, as planned and with nothing recomputed.
-
-    Raises `ValueError` for a plan that was loaded from a file.
-    """
+    """Everything that the step of a plan holds. Raises `ValueError` for a plan that was loaded from a file."""
     graph, (step, schedule) = plan.networkx(), plan.solved
     captured, seen, plain = step.traced, step.seen, step.plain
     ops = tuple(_ops(captured, graph))
-    number = {op.name: at for at, op in enumerate(ops)}
     save_all = Schedule.save_all(plain.problem)
-    numbers, seen_numbers = ([number[name] for name in op_names(captured, joined)] for joined in (plain, seen))
     return Step(
         ops,
-        step_memory(plain.problem, save_all, on_card(plain, save_all, plan.account), numbers, None),
-        step_memory(seen.problem, schedule, plan.account, seen_numbers, step.settings.link),
+        _memory(ops, captured, plain, save_all, on_card(plain, save_all, plan.account), None),
+        _memory(ops, captured, seen, schedule, plan.account, step.settings.link),
         _parameters(captured),
         tuple(_types(captured)),
     )
 
 
 def smallest_memory(plan: Plan, step: Step) -> StepMemory:
-    """The memory over time of a plan's step within the smallest budget that works. `step` is what
-    `step_of` returns for the plan."""
+    """The memory of a plan's `step` (see `step_of`) within the smallest budget that works."""
     priced, joined = plan.solved[0], plan.solved[0].problem
-    number = {op.name: at for at, op in enumerate(step.ops)}
-    numbers = [number[name] for name in op_names(priced.traced, joined)]
     schedule = joined.smallest.schedule
-    return step_memory(joined.problem, schedule, on_card(joined, schedule, plan.account), numbers, None)
+    return _memory(step.ops, priced.traced, joined, schedule, on_card(joined, schedule, plan.account), None)
 
 
 def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[StepOp]:
-    """The nodes of `Plan.networkx` as operators of the step: those of the joint graphs, and what takes memory beside
-    them."""
+    """The nodes of `Plan.networkx` as operators of the step."""
     of_region = [GraphFacts(region.module.graph, number) for number, region in enumerate(captured.regions)]
     nodes = {name: (of_region[number], node) for name, number, node in named_nodes(captured)}
     for name, given in graph.nodes(data=True):
-        op = StepOp(
-            name,
-            name,
-            given["half"],
-            given["module"],
-            given["fate"],
-            nbytes=given["bytes"],
-            seconds=given["seconds"],
-            recomputed=given["recomputed"],
-        )
+        told = {field: given[field] for field in ("half", "module", "fate", "seconds", "recomputed")}
+        op = StepOp(name, name, nbytes=given["bytes"], **told)
         if name in nodes:
             facts, node = nodes[name]
             source, code = facts.line(node)
@@ -145,9 +107,8 @@ def _parameters(captured: TracedStep) -> dict[str, int]:
     return dict(found)
 
 
-def _types(captured: TracedStep) -> Iterator[TypedOp]:
-    """The operators of the forward with a floating-point result and their dtypes: in the operator graph of each region
-    as it was rewritten last, or in the joint graph where a region has none."""
+def _types(captured: TracedStep) -> Iterator[tuple[str, str, str, str, str]]:
+    """The operators of the forward with a floating-point result, as they were rewritten last."""
     for region in captured.regions:
         rewritten = region.operators if region.operators and region.operators.stages else None
         graph = (rewritten.stages[-1] if rewritten else region.module).graph
@@ -162,4 +123,4 @@ def _types(captured: TracedStep) -> Iterator[TypedOp]:
             if dtype is not None:
                 text = format_dtype(dtype)
                 reason = reasons.get(node.name, "").removeprefix(f"{text}: ")
-                yield TypedOp(node.name, operator_name(node), module_path(node), text, reason)
+                yield node.name, operator_name(node), module_path(node), text, reason

@@ -255,6 +255,13 @@ class Needy(optim.Optimizer):
         super().__init__(params, {"rate": rate})
 
 
+def test_an_optimizer_for_sparse_gradients_is_estimated() -> None:
+    """Its step cannot be tried without values; its state is as large as that of Adam."""
+    account = optimizer_account(optim.SparseAdam(parameters()), parameters())
+    assert "SparseAdam does not support dense gradients" in account.guess
+    assert account.state_bytes == 2 * sum(4 * one.numel() for one in parameters())
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="LBFGS evaluates the model inside its step"):
         optimizer_account("lbfgs", parameters())
@@ -264,8 +271,6 @@ def test_refusals() -> None:
         optimizer_account("adamv", parameters())
     with pytest.raises(ValueError, match="Needy cannot be made from the parameters alone"):
         optimizer_account(Needy, parameters())
-    with pytest.raises(ValueError, match="SparseAdam takes sparse gradients only"):
-        optimizer_account(optim.SparseAdam, parameters())
     with pytest.raises(ValueError, match="returns a list, not a"):
         optimizer_account(list, parameters())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not 3"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import memopt
 from memopt.checks.comparison import Comparison, Difference, StepRun
-from memopt.checks.reference import Accuracy, GradientError
+from memopt.checks.reference import Accuracies, Accuracy, GradientError
 
 WIDTH = 64
 Batch = tuple[Tensor, Tensor]
@@ -178,14 +178,18 @@ def test_a_difference(
 def test_the_table_names_the_worst() -> None:
     run = StepRun(loss=2.5, peak_bytes=3 * 1024**2, seconds=0.25)
     off = Difference("layers.3.weight", 1e-6, 2e-5, False)
-    found = Comparison(run, StepRun(2.75, 2 * 1024**2, 0.3), (Difference("w", 0, 0, True), off), (), 2 * 1024**2)
+    errors = Accuracies("fp32", 2.5, None, None, Accuracy(0.1, 0.0, ()))
+    differences = (Difference("w", 0, 0, True), off)
+    found = Comparison(run, StepRun(2.75, 2 * 1024**2, 0.3), differences, (), 2 * 1024**2, errors)
     assert not found.bitwise
     assert found.loss_error == 0.25
     assert found.worst == off
     assert "of 2 gradients and 0 buffers 1 differ, the losses by 0.25" in str(found)
     assert "layers.3.weight" in found.table()
     assert "150.0%" in found.table()
-    assert "bitwise equal: the loss, 0 gradients and 0 buffers" in str(Comparison(run, run, (), (), 2 * 1024**2))
+    assert "bitwise equal: the loss, 0 gradients and 0 buffers" in str(
+        Comparison(run, run, (), (), 2 * 1024**2, errors)
+    )
 
 
 class Odd(nn.Module):

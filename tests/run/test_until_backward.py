@@ -159,7 +159,7 @@ def test_torchs_own_function_is_back_once_the_backward_was_seen() -> None:
     assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward is own
     session = session_of(trained)
     assert session is not None
-    assert (session.share.entry.meanwhile or 0) >= 2 * ROWS * 64 * 4
+    assert (session.share.entry.callers_code.meanwhile or 0) >= 2 * ROWS * 64 * 4
     backward_starts(print)
     backward_starts(None)
     assert torch.autograd._engine_run_backward is own
@@ -319,7 +319,7 @@ def test_each_forward_within_a_meter_is_read_between_its_own_marks(monkeypatch: 
         with memopt.measure_peak():
             for rows in batches:
                 classes(planned(torch.randn(rows, 128))).backward()
-        seen.append(session_of(planned).share.entry.meanwhile)
+        seen.append(session_of(planned).share.entry.callers_code.meanwhile)
     assert seen[0] == seen[1]
 
 
@@ -327,7 +327,7 @@ def test_the_marks_among_a_meters_events_are_no_bytes_of_the_callers_code() -> N
     planned = memopt.optimize(model(256), 1, precision="fp32", optimizer=None)
     with memopt.measure_peak():
         planned(torch.randn(ROWS, 128))[:1, :1].sum().backward()
-    assert session_of(planned).share.entry.meanwhile < 4096
+    assert session_of(planned).share.entry.callers_code.meanwhile < 4096
 
 
 class Loss32(nn.Module):
@@ -378,7 +378,7 @@ def test_a_loss_of_the_model_is_none_of_the_callers_code() -> None:
     trained(torch.randn(ROWS, 128))[0].backward()
     session = session_of(trained)
     assert session is not None
-    assert session.share.entry.meanwhile == 0
+    assert session.share.entry.callers_code.meanwhile == 0
 
 
 class Twofold(nn.Module):

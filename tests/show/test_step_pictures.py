@@ -11,7 +11,7 @@ import pytest
 from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, band_of, bands, columns, edges
-from memopt.show.page import page_style
+from memopt.show.page import _asset
 from memopt.show.step_of_plan import step_of
 from memopt.units import size
 from tests.planning.test_plan_networkx import PLANS, gpt2
@@ -82,7 +82,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_has_the_colours_of_the_pictures() -> None:
-    style = page_style()
+    style = _asset("page.css")
     assert all(f"light-dark({colour}," in style for colour in COLOURS.values())
     assert band_of("reserve") == "other rows"
 
