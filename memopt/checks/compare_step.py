@@ -83,7 +83,7 @@ def compare(model: nn.Module, batch: Any, *, reference: str = "auto") -> Compari
     calls = planned.with_loss or planned.forward
     call = batch_call(batch, calls.loss_fn)
     check_device(call, model)
-    with calls.share.held_still(call), calls.plain_calls.not_allowed():
+    with calls.share.held_still(call), calls.plain_calls.only_way(plain=False):
         return _compared(model, planned, copied(call), reference)
 
 

@@ -41,11 +41,6 @@ class CallInProgress:
         """The same call with `Moment.closely`: the device is searched for other tensors however long that takes."""
         return replace(self, moment=replace(self.moment, closely=True))
 
-    @property
-    def crowded(self) -> Situation:
-        """The call's situation, including the bytes held by forwards that wait for their backward."""
-        return replace(self.situation, other_forwards=self.moment.waiting_bytes)
-
     def fitting(
         self, make: Callable[[Situation, bool], Executable], known: Callable[[], Mapping[Situation, Executable]]
     ) -> Executable:
@@ -107,14 +102,14 @@ class CallInProgress:
         rounded = there and in_steps(there, plan.budget_bytes)
         fine = max(1, self.moment.entry.notable_bytes // 2)
         closer = there and rounded and min(rounded, -(-there // fine) * fine)
-        group, own = self.moment.group_situation, self.moment.beside_callers_code(self.situation, plan)
+        own = self.moment.beside_callers_code(self.situation, plan)
+        group = self.moment.in_group(own)
         others = self.moment.others_in_backward(self.situation.gradients_held)
         kept = self.moment.kept_outputs
         with_kept = (in_steps(now + kept, plan.budget_bytes),) if kept else ()
         for elsewhere in dict.fromkeys((*with_kept, rounded, closer, there)):
             if group is not None:
-                among = replace(own, other_forwards=group.other_forwards, to_come=group.to_come)
-                yield replace(among, elsewhere=elsewhere)
+                yield replace(group, elsewhere=elsewhere)
             yield replace(own, other_forwards=others, elsewhere=elsewhere)
         if (spared := self.moment.plain_backward_bytes) or kept:
             yield replace(own, other_forwards=others, elsewhere=rounded, for_other_models=spared or None)

@@ -4,18 +4,13 @@ plan for their sizes takes longer to make than it would save."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from torch import nn
-
 from memopt.errors import BudgetError, CaptureError
-from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import choices
-from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger
 from memopt.run.plain_calls import PlainCalls
 from memopt.run.plain_counter import CountedStep
@@ -38,12 +33,11 @@ class CheckpointedCalls:
 
     No plan can free tensors that eager code between regions holds, as they are in no graph; a checkpoint runs that code
     a second time. A forward in one region runs with checkpoints, too, where it would have to be captured again for
-    smaller sizes, until recomputation by checkpoints has taken as much time as making a plan would."""
+    smaller sizes, until recomputation by checkpoints has taken as much time as making a plan would. `plain` counts
+    and runs the same calls without checkpoints."""
 
-    def __init__(
-        self, model: nn.Module, planner: CallPlanner, loss_fn: Callable[..., Any] | None, entry: Entry
-    ) -> None:
-        self.model, self.planner, self.loss_fn, self.entry = model, planner, loss_fn, entry
+    def __init__(self, plain: PlainCalls) -> None:
+        self.plain, self.planner, self.entry = plain, plain.planner, plain.entry
         self.serve = False
         """Whether checkpoints have fitted for a call that cannot be planned: later calls then try them before
         planning."""
@@ -54,8 +48,8 @@ class CheckpointedCalls:
     def _calls(self) -> tuple[PlainCalls, ...]:
         """A `PlainCalls` for each choice of modules, which counts and runs calls with these as checkpoints; empty
         unless `allow` has "recompute"."""
-        found = choices(self.model) if "recompute" in self.planner.terms.options.allow else ()
-        return tuple(PlainCalls(self.model, self.planner, self.loss_fn, self.entry, one) for one in found)
+        found = choices(self.entry.model) if "recompute" in self.planner.terms.options.allow else ()
+        return tuple(PlainCalls(self.planner, self.entry, one) for one in found)
 
     def fitting(self, now: CallInProgress) -> Choice | None:
         """The fastest choice of checkpoints with which a call that cannot be planned fits the budget, and the bytes of
@@ -68,11 +62,11 @@ class CheckpointedCalls:
         self.serve |= found is not None
         return found
 
-    def beyond(self, now: CallInProgress, plain: PlainCalls) -> Choice | None:
+    def beyond(self, now: CallInProgress) -> Choice | None:
         """How a refused call runs if it goes on beyond its budget (`Ledger.goes_on`): with the choice of checkpoints
-        that holds least among those whose step can be counted, else without checkpoints, by `plain`. None if the call
-        does not go on, or if its plain step cannot be counted either."""
-        every = plain, *self._calls
+        that holds least among those whose step can be counted, else without checkpoints. None if the call does not go
+        on, or if its plain step cannot be counted either."""
+        every = self.plain, *self._calls
         if Ledger.of(self.entry).goes_on(self.entry):
             for calls in reversed(every):
                 if (fits := calls.beyond(now)) is not None:
@@ -116,14 +110,14 @@ class CheckpointedCalls:
         vars(self).pop("_calls", None)
 
     def explain(
-        self, refused: BudgetError | CaptureError, broken: str | None, now: CallInProgress, plain: PlainCalls
+        self, refused: BudgetError | CaptureError, broken: str | None, now: CallInProgress
     ) -> BudgetError | CaptureError:
         """`refused` with the smallest budget in which the call runs with checkpoints, if no plan of the call can be
         made or every plan needs a larger budget. `broken` is the reason why the forward breaks into regions; if it is
-        None, a `BudgetError` is returned unchanged. `plain` counts the step without checkpoints."""
+        None, a `BudgetError` is returned unchanged."""
         if isinstance(refused, CaptureError):
-            budget = self.planner.terms.options.budget_bytes
-            least = self._least(now, _WORTH_NAMING * budget, plain)
+            budget = self.entry.budget_bytes
+            least = self._least(now, _WORTH_NAMING * budget)
             if least is None:
                 return refused
             runs = "modules that run as activation checkpoints"
@@ -131,7 +125,7 @@ class CheckpointedCalls:
             return BudgetError(budget, least, runs, least=False, further=(str(refused),))
         if broken is None:
             return refused
-        least = self._least(now, refused.smallest_bytes, plain) or refused.smallest_bytes
+        least = self._least(now, refused.smallest_bytes) or refused.smallest_bytes
         further = [
             "the forward breaks into regions, and no plan can free what eager code between them holds; the reason for "
             f"the break: {broken}"
@@ -140,12 +134,12 @@ class CheckpointedCalls:
             further.append("with the budget that works, modules of the model run as activation checkpoints")
         return refused.adding(*further, smallest_bytes=least)
 
-    def _least(self, now: CallInProgress, most_bytes: int, plain: PlainCalls) -> int | None:
+    def _least(self, now: CallInProgress, most_bytes: int) -> int | None:
         """The smallest budget in bytes in which a call runs with checkpoints; None where it is above `most_bytes`. It
         has room for other values of the same sizes, up to what the plain step takes with these."""
         least: int | None = None
         for calls in self._calls:
             least = calls.needed_bytes(now, least or most_bytes) or least
         if self._calls:
-            least = plain.needed_bytes(now, least or most_bytes, other_values=False) or least
+            least = self.plain.needed_bytes(now, least or most_bytes, other_values=False) or least
         return least

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -58,6 +57,7 @@ class Checkpoints:
     spots: Spots
     _checks: bool = field(default=False, init=False)
     _silently: set[int] = field(default_factory=set, init=False)
+    """The `id`s of the buffers to which kernels write without raising their `_version`."""
     _of_count: list[weakref.ref[Any]] | None = field(default=None, init=False)
     """The module calls in the `counted` block that is under way, and torch's objects for their checkpoints; None
     outside of one. They are held weakly: the count is to see when these free their tensors."""
@@ -107,11 +107,7 @@ class Checkpoints:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or hooks_of_the_user():  # these are to get what the module saves
                 return own(*args, **kwargs)
-            inner = partial(_standing_in, spot.within, self._call_of)
-            own_ids = set(map(id, spot.module.parameters())) if (known := written_parameters(self.model)) else ()
-            written = [one for one in known if id(one) in own_ids]
-            body = _Body(spot, own, kwargs, inner, self._checks, self._silently, written, self._of_count)
-            return checkpoint(body, *args, use_reentrant=False)
+            return checkpoint(_Body(self, spot, own, kwargs), *args, use_reentrant=False)
 
         return call
 
@@ -120,18 +116,10 @@ class Checkpoints:
 class _Body:
     """One call of a module, which runs once in the forward, and once more in the backward from the same state."""
 
+    of: Checkpoints
     spot: _Spot
     own: Callable[..., Any]
     kwargs: Mapping[str, Any]
-    inner: Callable[[], AbstractContextManager[None]]
-    """Returns a block in which the calls of the modules within it are checkpoints."""
-    checks: bool
-    silently: set[int]
-    """The `id`s of the buffers to which kernels write without raising their `_version`."""
-    written: Sequence[torch.Tensor]
-    """The module's parameters that the forward writes to."""
-    of_count: list[weakref.ref[Any]] | None
-    """Gets this call and torch's object for its checkpoint where a step is counted; None elsewhere."""
     _before: _State | None = None
     _sums: list[tuple[float, float]] | None = None
     _ran: bool = False
@@ -139,21 +127,26 @@ class _Body:
     def __call__(self, *args: Any) -> Any:
         if self._ran:
             return self._again(*args)
-        if self.of_count is not None:
-            self.of_count += map(weakref.ref, (self, *(checkpoint_around() or ())[:1]))
-        before, self._ran = _State(self.spot.module, self.written), True
+        if self.of._of_count is not None:
+            self.of._of_count += map(weakref.ref, (self, *(checkpoint_around() or ())[:1]))
+        module, checks = self.spot.module, self.of._checks
+        own_ids = set(map(id, module.parameters())) if (known := written_parameters(self.of.model)) else ()
+        before, self._ran = _State(module, [one for one in known if id(one) in own_ids]), True
         try:
-            with self.inner():
-                outputs = self.own(*args, **self.kwargs)
+            outputs = self._run(args)
         finally:  # a second run of a checkpoint around this one ends by an exception once it has all that it needs
-            changed = before.has_changed(self.silently, look=self.checks)
+            changed = before.has_changed(self.of._silently, look=checks)
             self._before = before if changed else None
-        self._sums = sums_of(outputs) if self.checks else None
+        self._sums = sums_of(outputs) if checks else None
         return outputs
 
+    def _run(self, args: Sequence[Any]) -> Any:
+        with _standing_in(self.spot.within, self.of._call_of):
+            return self.own(*args, **self.kwargs)
+
     def _again(self, *args: Any) -> Any:
-        with self._before.for_a_time() if self._before else nullcontext(), self.inner():
-            outputs = self.own(*args, **self.kwargs)
+        with self._before.for_a_time() if self._before else nullcontext():
+            outputs = self._run(args)
         if self._sums is not None and not sums_agree(self._sums, sums_of(outputs)):
             raise RecomputedOtherwiseError(
                 f"{type(self.spot.module).__name__} cannot run as an activation checkpoint: its second run, with the "
@@ -192,17 +185,14 @@ class _State:
         now = Attributes(self._module)
         values = [(tensor, tensor.detach().clone()) for tensor, *_ in self._values]
         self._attributes.restore()
-        _write((tensor, value) for tensor, _, value in self._values)
+        for tensor, _, value in self._values:
+            set_values(tensor, value)
         try:
             yield
         finally:
             now.restore()
-            _write(values)
-
-
-def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for tensor, value in values:
-        set_values(tensor, value)
+            for tensor, value in values:
+                set_values(tensor, value)
 
 
 @contextmanager

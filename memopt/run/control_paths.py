@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
-from torch import nn
-
 from memopt.capture.author_modes import CallerModes
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import MARGIN
 from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes
-from memopt.capture.inputs import Call, call_kind
+from memopt.capture.inputs import Call, call_kind, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import RecordedRegion
 from memopt.compat.fsdp import exchange_in_words
+from memopt.compat.tensors import storage_key
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
@@ -27,10 +26,44 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.executable import Executable
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
-from memopt.run.sizes import LargestSizes
+from memopt.run.sizes import Shapes, cover, tensor_shapes
 
 _MOST = 4
 """The number of paths that are kept: the latest ones."""
+
+
+@dataclass(frozen=True)
+class _LargestSizes:
+    """The sizes of inputs up to which the bytes that eager code between regions holds are known: those captured, with a
+    margin where sizes have grown."""
+
+    shapes: Shapes
+
+    def covering(self, call: Call) -> _LargestSizes:
+        """These sizes, but where the call has a larger one, that one plus a margin (`MARGIN`)."""
+        found = [
+            tuple(most if size <= most else math.ceil(MARGIN * size) for most, size in zip(*pair, strict=True))
+            for pair in zip(self.shapes, tensor_shapes(call), strict=True)
+        ]
+        return _LargestSizes(tuple(found))
+
+    def scaled(self, captured: CapturedCall, call: Call) -> CapturedCall:
+        """A copy of `captured`, the capture of `call`, whose bytes of eager code are scaled up from the sizes of `call`
+        to these sizes."""
+        own = tensor_shapes(call)
+        if own == self.shapes:
+            return captured
+        pairs = [pair for shapes in zip(self.shapes, own, strict=True) for pair in zip(*shapes, strict=True)]
+        growth = max([1.0, *(most / max(1, size) for most, size in pairs)])
+        return with_eager_bytes(captured, min(growth, MARGIN))
+
+    def input_bytes(self, call: Call) -> tuple[int, ...]:
+        """The bytes of each of the call's tensors at these sizes."""
+        found: dict[object, int] = {}
+        for tensor, shape in zip(tensors_in(call), self.shapes, strict=True):
+            nbytes = max(tensor.untyped_storage().nbytes(), math.prod(shape) * tensor.element_size())
+            found[storage_key(tensor)] = max(nbytes, found.get(storage_key(tensor), 0))
+        return tuple(found.values())
 
 
 @dataclass
@@ -42,7 +75,7 @@ class ControlPaths:
     be merged into one path, such as other regions on the same parameters, are separate paths."""
 
     calls: list[CapturedCall]
-    sizes: LargestSizes
+    sizes: _LargestSizes
     """The largest inputs with which they were captured."""
     new: bool = False
     """Whether the next forward is that of the call that was just captured, on the same values."""
@@ -57,11 +90,7 @@ class ControlPaths:
     def of(cls, captured: CapturedCall, call: Call, *, new: bool = False) -> ControlPaths:
         """The paths of calls of one kind, so far only `captured`, the capture of `call`. `new`: the next forward is
         that of `call`, on the values with which it was captured (the field `new`)."""
-        return cls([captured], LargestSizes.of(call), new=new)
-
-    def move_to_front(self, path: CapturedCall) -> None:
-        """Move a path to the front of `calls`, so that it is tried first for later calls."""
-        self.calls = [path, *(other for other in self.calls if other is not path)]
+        return cls([captured], _LargestSizes(tensor_shapes(call)), new=new)
 
     def add(self, captured: CapturedCall, call: Call) -> None:
         """Merge the capture `captured` of `call` into the first path, `calls[0]`, so that it serves `call` too. Where
@@ -125,10 +154,6 @@ class ControlPaths:
             self._joins[captured] = before, captured
             yield captured
 
-    def take(self, path: CapturedCall) -> None:
-        """Replace the first path, `calls[0]`, by `path`."""
-        self.calls[0] = path
-
 
 def _sizes_differ(one: CapturedCall, other: CapturedCall) -> bool:
     """Whether a run that both captures have has other input shapes in each."""
@@ -150,10 +175,8 @@ class PlansOfPaths:
     captured and planned together with earlier ones, so that after a few steps one plan serves every path through the
     model's code. Sizes that differ between runs are symbols of one region."""
 
-    def __init__(
-        self, model: nn.Module, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]
-    ) -> None:
-        self.model, self.road, self.keeping, self.capture = model, road, keeping, capture
+    def __init__(self, road: Road, keeping: Keeping, capture: Callable[[Call, str], CapturedCall]) -> None:
+        self.road, self.keeping, self.capture = road, keeping, capture
         self.paths: LruCache[_Kind, ControlPaths] = LruCache(_MOST_PLANS)
         """The paths that calls of a kind were seen to take."""
         self._plans: LruCache[tuple[CapturedCall, Situation], Executable] = LruCache(_MOST_PLANS)
@@ -176,7 +199,7 @@ class PlansOfPaths:
         self.road, self._plans_freed = road, 0
         self._plans.clear()
 
-    def forget(self, but: Plan | None = None) -> None:
+    def forget(self, but: Plan | None) -> None:
         """Drop all plans except `but`, if that is given."""
         kept = [(key, planned) for key, planned in self._plans.items() if planned.plan is but]
         self._plans.clear()
@@ -190,7 +213,7 @@ class PlansOfPaths:
         paths = self.paths.get(self._kind(call))
         if paths is None:
             paths = self.paths[self._kind(call)] = ControlPaths.of(first(), call, new=True)
-        elif not paths.sizes.cover(call):
+        elif not cover(paths.sizes.shapes, tensor_shapes(call)):
             paths.add(self.capture(call, paths.calls[0].break_reason), call)
         return paths
 
@@ -199,7 +222,7 @@ class PlansOfPaths:
         state of autocast, exchanges between ranks, and number of blocks that stay gathered. Where blocks stay gathered,
         the key also has the capture with all blocks freed: if that capture is made again, Dynamo's graphs may differ,
         and the call is captured again."""
-        text = f"{call_kind(call)} {CallerModes.now()} {exchange_in_words(self.model)}"
+        text = f"{call_kind(call)} {CallerModes.now()} {exchange_in_words(self.road.planner.terms.model)}"
         return text, len(self.keeping.kept), self.keeping.freed if self.keeping.kept else None
 
     def fitting(self, in_progress: CallInProgress, paths: ControlPaths, freed: Plan | None = None) -> Executable:
@@ -240,7 +263,7 @@ class PlansOfPaths:
                 continue
             plan = beside_freed(plan, freed) if freed else plan
             planned = self._plans[captured, situation] = self._with_runs(captured, plan)
-            paths.take(captured)
+            paths.calls[0] = captured
             return planned
         assert refused is not None
         raise refused

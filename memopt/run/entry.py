@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -26,10 +27,8 @@ from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, peak_above_lasting, returned_bytes
 from memopt.planning.plan import Plan
-from memopt.run.forward_groups import ForwardGroups
 from memopt.run.hosted import home_device
-from memopt.run.latest_looks import LatestLooks
-from memopt.run.overlaps import Overlap, SeenOverlaps
+from memopt.run.seen import REMEMBERED, ForwardGroups, LatestLooks, Overlap
 
 _TOLERANCE = 64
 """Tensors that appear on the device outside of a step are tolerated up to the parameters' bytes divided by this: a
@@ -54,6 +53,8 @@ class Waiting(ABC):
     entry: Entry
     held_bytes: int
     """The bytes that it holds until its backward, without resident bytes."""
+    account: Account
+    """The bytes of its step other than activations."""
     given: tuple[WeakStorage, ...] = ()
     """The storages of the call's inputs."""
     number: int = 0
@@ -89,17 +90,13 @@ class WaitingPlanned(Waiting):
 
     @abstractmethod
     def hidden_bytes(self) -> int:
-        """The bytes of the forward's saved tensors that a search of the device counts as elsewhere, outside of the
-        step."""
+        """The bytes of the forward's saved tensors if the caller's hooks (`saved_tensors_hooks`) made them: a search of
+        the device counts such tensors as elsewhere, outside of the step. Else 0."""
 
     @abstractmethod
     def held(self) -> list[torch.Tensor]:
         """The tensors that the forward's regions, and eager code between them, have saved and that are not freed
         yet."""
-
-    @abstractmethod
-    def after_backward(self) -> None:
-        """Mark the forward as done: it holds no saved values any more."""
 
     @abstractmethod
     def undo(self) -> bool:
@@ -110,11 +107,6 @@ class WaitingPlanned(Waiting):
     def is_in_backward(self) -> bool:
         """Whether the running backward has reached this forward."""
 
-    @abstractmethod
-    def roomy_bytes(self, needed: int, *, retained: bool = False) -> int:
-        """A budget of at least `needed` bytes with room for other forwards; `retained`: with room for a step that keeps
-        its graph (`retain_graph=True`)."""
-
 
 @dataclass(eq=False, kw_only=True)
 class WaitingPlain(Waiting):
@@ -122,8 +114,6 @@ class WaitingPlain(Waiting):
 
     room_bytes: int
     """The bytes of the budget that its step leaves free, if no other forward waits and nothing is elsewhere."""
-    account: Account
-    """The bytes of its step other than activations."""
     peak_bytes: int
     """The most bytes that its forward and backward hold, without resident bytes."""
     outputs: tuple[WeakStorage, ...]
@@ -169,8 +159,12 @@ class Entry:
     """The most bytes of gradients that one of its plans or plain steps counts; None before the first."""
     state_bytes: int | None = None
     """The most bytes of its optimizer's state that one of its plans or plain steps counts; None before the first."""
-    seen: SeenOverlaps = field(default_factory=SeenOverlaps)
-    """Which forwards of other models were seen to run during its own, and what they held."""
+    seen_meanwhile: deque[frozenset[Overlap]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """For each of its latest backwards, the steps of other models that ran since its forward."""
+    seen_later: deque[Overlap] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """For each of its latest backwards, the forwards of other models that waited then and had begun after its own."""
+    seen_models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """The optimised models that trained on the device when one of its backwards began."""
     latest_outputs: Sequence[WeakStorage] = ()
     """The storages of what the latest forward returned; callers often hold them until the next one returns."""
     later_bytes: int = 0
@@ -202,12 +196,10 @@ class Entry:
     seen_until_backward: int = 0
     """How many backwards through one forward were seen: the device was searched when each began, for tensors that
     appeared since the forward."""
-    begun: int = 0
-    """The number of planned forwards that have begun."""
     number: int = 0
     """The number of the latest forward, among the forwards of all models."""
     latest: weakref.ref[WaitingPlanned] | None = None
-    """The forward that began last."""
+    """The planned forward that began last; None before the first."""
     found: Elsewhere = field(default_factory=Elsewhere)
     """What the latest search at any moment found."""
     most_elsewhere: int = 0
@@ -244,7 +236,12 @@ class Entry:
     @property
     def trained(self) -> bool:
         """Whether a backward of the model has begun before: from then on a `BudgetError` interrupts a training."""
-        return bool(self.seen.backward)
+        return bool(self.seen_later)
+
+    @property
+    def overlaps(self) -> frozenset[Overlap]:
+        """The steps of other models that were seen to run between its forwards and their backwards."""
+        return frozenset().union(*self.seen_meanwhile)
 
     @property
     def stepped(self) -> bool:
@@ -258,6 +255,17 @@ class Entry:
 
     def _versions_now(self) -> dict[int, int]:
         return {id(one): one._version for one in self.model.parameters() if not one.is_inference()}
+
+    def refuse(self, refused: BudgetError) -> None:
+        """Raise `refused`, or warn of it in a model that has stepped, whose training an error would end: the next
+        forward is planned with what is there now, or refused where no plan has room for it."""
+        if self.stepped:
+            self.warn_beyond(refused)
+            return
+        try:
+            raise refused
+        finally:
+            del refused  # else this frame and the error would hold each other
 
     def warn_beyond(self, refused: BudgetError) -> None:
         """Warn that a step goes on beyond the budget, instead of raising `refused`. After the first warning, only steps
@@ -283,6 +291,11 @@ class Entry:
         return self.tolerance_bytes // 2
 
     @property
+    def trainable_bytes(self) -> int:
+        """The bytes of the model's parameters that require gradients now."""
+        return distinct_bytes(one for one in self.model.parameters() if one.requires_grad)
+
+    @property
     def optimizer(self) -> Any:
         """The optimizer that plans count, as `Options.optimizer` returns it."""
         return self.given_optimizer.now
@@ -291,12 +304,6 @@ class Entry:
     def has_looked(self) -> bool:
         """Whether it is known which optimizers step the model and which other tensors are on the device."""
         return self.fixed_bytes is not None or bool(self.looks)
-
-    def end_freed(self) -> None:
-        """Remove plain forwards whose graph was freed by a backward that did not begin at their outputs."""
-        for forward in self.plain_waiting():
-            if forward.freed:
-                self.plain.discard(forward)
 
     def begin(self, waiting: int) -> None:
         """Note that a forward begins while `waiting` others wait for their backward."""
@@ -310,7 +317,7 @@ class Entry:
         0 where these bytes are too few to matter. Also 0 while any forward waits for its backward: what a waiting
         forward holds is counted with its outputs."""
         there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
-        if sum(there.values()) <= self.notable_bytes or self.waiting() or self.plain_waiting():
+        if sum(there.values()) <= self.notable_bytes or self.all_waiting():
             return 0
         own = bytes_by_address([*self.model.parameters(), *self.model.buffers(), *inputs], self.device)
         return sum(nbytes for address, nbytes in there.items() if address not in own)
@@ -319,10 +326,6 @@ class Entry:
     def paths_vary(self) -> bool:
         """Whether forwards were seen to run more or fewer operators than others."""
         return len(self.paths) > 1
-
-    def note_outputs_in_backward(self, nbytes: int) -> None:
-        """Record how many bytes of a forward's outputs are still alive when its backward begins."""
-        self.outputs_in_backward = max(self.outputs_in_backward or 0, nbytes)
 
     def dropped_outputs(self, plan: Plan) -> int:
         """The bytes of a plan's outputs that will have been freed when its backward begins, judged by earlier
@@ -343,31 +346,26 @@ class Entry:
 
     def add(self, forward: WaitingPlanned) -> None:
         """Add a planned forward that begins now."""
-        self.begun += 1
         self.latest = weakref.ref(forward)
-        self._number(forward)
-        self.latest_outputs = forward.outputs
+        self._begins(forward, forward.outputs)
         self.planned.add(forward)
         if self.plans.get(id(forward.plan)) is None:
             self.plans[id(forward.plan)] = forward.plan, None
-            account = forward.plan.account
-            self.gradient_bytes = max(self.gradient_bytes or 0, account.gradients)
-            self.state_bytes = max(self.state_bytes or 0, account.optimizer_state)
 
     def add_plain(self, forward: WaitingPlain) -> None:
         """Add a forward that begins now and runs plain."""
-        self._number(forward)
-        self.latest_outputs = forward.outputs
+        self._begins(forward, forward.outputs)
         self.plain.add(forward)
-        self.gradient_bytes = max(self.gradient_bytes or 0, forward.account.gradients)
-        self.state_bytes = max(self.state_bytes or 0, forward.account.optimizer_state)
         lasting = self.budget_bytes - forward.room_bytes - forward.peak_bytes
         # A plan is guessed to hold a quarter of what the plain step holds.
         held, peak = forward.held_bytes, forward.peak_bytes
         self.plain_step_bytes = StepBytes(lasting, held // 4, peak // 4, held, peak)
 
-    def _number(self, forward: Waiting) -> None:
+    def _begins(self, forward: Waiting, outputs: Sequence[WeakStorage]) -> None:
         forward.number = self.number = next(_numbers)
+        self.latest_outputs = outputs
+        self.gradient_bytes = max(self.gradient_bytes or 0, forward.account.gradients)
+        self.state_bytes = max(self.state_bytes or 0, forward.account.optimizer_state)
 
     def figure(self, name: Hashable, plan: Plan, of: Callable[[], int]) -> int:
         """A number of bytes that depends on a plan, as `of` returns it; cached under `name`, so that `of` is called
@@ -474,6 +472,10 @@ class Entry:
         """The forwards that ran without a plan and whose backward has not begun yet."""
         return list(self.plain) if self.plain else []
 
+    def all_waiting(self) -> list[Waiting]:
+        """The forwards, planned or not, that wait for their backward."""
+        return [*self.waiting(), *self.plain_waiting()]
+
     def in_backward(self) -> list[WaitingPlanned]:
         """The planned forwards that the running backward has reached."""
         return [forward for forward in self.planned if forward.is_in_backward()]
@@ -481,7 +483,7 @@ class Entry:
     @property
     def held_bytes(self) -> int:
         """The bytes held by forwards, planned or not, that wait for their backward."""
-        return sum([forward.held_bytes for forward in self.waiting()]) + self.plain_held_bytes
+        return sum([forward.held_bytes for forward in self.all_waiting()])
 
     @property
     def plain_held_bytes(self) -> int:

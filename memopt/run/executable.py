@@ -170,15 +170,10 @@ def values_of(joint: JointGraph) -> tuple[_Value, ...]:
             of_node[node] = hash((str(node.target), operands))
             found.append(_Value(node.name, of_node[node], made.get(node, 0)))
         elif node.op == "call_function" and operands:
-            of_node[node] = _of_view(node, operands)
+            # A view has the hash of what it is a view of; one of several results (`getitem`) has a hash of its own.
+            part: Any = node.args[1] if node.target is operator.getitem else None
+            of_node[node] = operands[0] if part is None else hash((operands[0], part))
     return tuple(found)
-
-
-def _of_view(node: fx.Node, operands: Sequence[int]) -> int:
-    """The hash of a node that allocates nothing: for a view, the hash of what it is a view of; for one of several
-    results (`getitem`), a hash of its own."""
-    part: Any = node.args[1] if node.target is operator.getitem else None
-    return operands[0] if part is None else hash((operands[0], part))
 
 
 def names_in(ours: Sequence[_Value], planned: Sequence[_Value]) -> dict[str, str] | None:

@@ -44,20 +44,20 @@ class _Home:
 
     @classmethod
     def of(cls, parameter: nn.Parameter, device: torch.device) -> _Home:
-        """Move a parameter's values to host memory from which they are copied to `device`. The parameter itself becomes
-        a tensor on that device without memory."""
+        """Move a parameter to host memory, from which its values can be copied to `device`."""
         host = lend(parameter.data, device)
         parameter.data = host  # frees the device's memory, which the shell briefly takes again
         shell = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         shell.untyped_storage().resize_(0)
-        parameter.data = shell
-        return cls(host, shell)
+        _homes[parameter] = home = cls(host, shell)
+        return home
 
     def bring_back(self, parameter: nn.Parameter) -> None:
         """Move a parameter to its device again."""
         parameter.data = torch.empty_strided(
             self.host.shape, self.host.stride(), dtype=self.host.dtype, device=self.shell.device
         ).copy_(self.host)
+        del _homes[parameter]
 
 
 _homes: Any = WeakTensorKeyDictionary()
@@ -149,8 +149,7 @@ def move_to(model: nn.Module, device: torch.device) -> None:
     stay = {key: one for key, one in stay.items() if addresses[one.untyped_storage().data_ptr()] == 1}
     apply_to_each(model, lambda tensor: tensor if id(tensor) in stay else tensor.to(device))
     for parameter in stay.values():
-        _homes[parameter] = home = _Home.of(parameter, device)
-        parameter.data = home.host
+        _Home.of(parameter, device)
 
 
 def move_back(model: nn.Module) -> None:
@@ -179,7 +178,6 @@ def bring_back(model: nn.Module) -> None:
     """Move all parameters of a model that are stored on the host back to their device."""
     for parameter, home in _lying(model):
         home.bring_back(parameter)
-        del _homes[parameter]
 
 
 def place(model: nn.Module, plan: Plan) -> None:
@@ -191,11 +189,9 @@ def place(model: nn.Module, plan: Plan) -> None:
     there = {id(parameter): home for parameter, home in _lying(model)}
     for parameter in model.parameters():
         if id(parameter) in parameters and id(parameter) not in there:
-            _homes[parameter] = home = _Home.of(parameter, parameter.device)
-            parameter.data = home.host
+            _Home.of(parameter, parameter.device)
         elif id(parameter) in there and id(parameter) not in parameters:
             there[id(parameter)].bring_back(parameter)
-            del _homes[parameter]
 
 
 def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
@@ -208,11 +204,11 @@ def placed(inputs: Sequence[Any], hosted: Collection[int]) -> tuple[Any, ...]:
         home = _homes.get(value) if isinstance(value, nn.Parameter) else None
         if number in hosted:
             if home is None:
-                home = _homes[value] = _Home.of(value, value.device)
+                home = _Home.of(value, value.device)
+                value.data = home.shell
             value = home.host
         elif home is not None:
             home.bring_back(value)
-            del _homes[value]
         found.append(value)
     return tuple(found)
 

@@ -25,8 +25,8 @@ from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
 from memopt.run.entry import WORTHWHILE, Entry
-from memopt.run.latest_looks import LatestLooks
 from memopt.run.models_on_device import ModelsOnDevice
+from memopt.run.seen import LatestLooks
 from memopt.training_state import CallState
 from memopt.units import size
 
@@ -135,26 +135,22 @@ class Moment:
         if at least `SEVERAL` do. Else 0."""
         return self.waiting if self.waiting >= max(SEVERAL, self.entry.groups.others_expected + 1) else 0
 
-    @property
-    def group_situation(self) -> Situation | None:
+    def in_group(self, situation: Situation) -> Situation | None:
         """The situation in which one plan serves all forwards before a backward: each leaves room for the others, which
         hold as many bytes as this one. None where no further forward is expected."""
-        if not self.entry.groups.others_expected:
-            return None
-        return Situation(other_forwards=self.gradients, to_come=max(self.entry.groups.others_expected, self.waiting))
+        to_come = max(expected := self.entry.groups.others_expected, self.waiting)
+        return replace(situation, other_forwards=self.gradients, to_come=to_come) if expected else None
 
     def fits(self, plan: Plan, situation: Situation) -> bool:
         """Whether a plan made for `situation` leaves room for everything else that is on the device now or is expected.
         Also False for a plan that recomputes and was made while tensors outside of the step held far more of the device
         than now: a faster one is possible."""
-        account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
-        others += self.to_come * (plan.held_bytes if situation.to_come else self.entry.groups.held_after(plan))
+        further = self.to_come * (plan.held_bytes if situation.to_come else self.entry.groups.held_after(plan))
         if situation.elsewhere is None and self._has_shrunk(plan):
             return False
         if self.plain_backward_bytes and not self.may_hold(plan.held_bytes):
             return False
-        alone = self._alone(plan)
-        return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
+        return self.may_fit(plan, further)
 
     def still_fits(self, plan: Plan, situation: Situation) -> bool:
         """Whether a plan made for another situation fits now, too. Also False for one that recomputes and was made
@@ -177,8 +173,7 @@ class Moment:
                 in_step += max(0, retained_peak(plan, plan.schedule) - plan.ceiling_bytes)
             return max(in_step, plan.account.resident_bytes + max(until_backward, in_forward)) - beside
 
-        dropped = self.entry.dropped_outputs(plan)
-        code = self.entry.callers_code
+        code, dropped = self.entry.callers_code, self.entry.dropped_outputs(plan)
         seen = code.meanwhile, code.returned_bytes, self.kept_outputs, dropped, self.entry.graph.kept
         return self.entry.figure(("alone", *seen), plan, figure)
 
@@ -222,12 +217,12 @@ class Moment:
             return self.waiting_bytes + self.gradients
         return self.waiting_bytes + (self.gradients // 2 if self.waiting and gradients_held else 0)
 
-    def may_fit(self, plan: Plan) -> bool:
-        """Whether a plan leaves room for everything else on the device now, if the backwards of forwards that are still
-        to come run before its own."""
-        account, others = plan.account, self.others_in_backward(plan.account.gradients_held)
-        alone = self._alone(plan)
-        return self.leaves(plan.budget_bytes - alone - others + account.tolerance // 2, account)
+    def may_fit(self, plan: Plan, further_bytes: int = 0) -> bool:
+        """Whether a plan leaves room for everything else on the device now and for `further_bytes`, if the backwards of
+        forwards that are still to come run before its own."""
+        account = plan.account
+        others = self.others_in_backward(account.gradients_held) + further_bytes
+        return self.leaves(plan.budget_bytes - self._alone(plan) - others + account.tolerance // 2, account)
 
     def for_sizes_above(self, refused: BudgetError, above: BudgetError) -> BudgetError:
         """`refused`, the error of a call, with a budget that works for larger calls too, which came before and may come
@@ -243,8 +238,8 @@ class Moment:
 
     @property
     def plain_backward_bytes(self) -> int:
-        """The most bytes that the backward of a waiting plain forward of this model needs beyond what the forward
-        holds: it may run while this call waits for its own. 0 where none waits."""
+        """The most bytes that the backward of a waiting plain forward of this model, which may run while this call
+        waits for its own, needs beyond what the forward holds. 0 where none waits."""
         return max((one.peak_bytes - one.held_bytes for one in self.entry.plain_waiting()), default=0)
 
     def may_hold(self, held_bytes: int) -> bool:
@@ -263,15 +258,14 @@ class Moment:
 
     def leaves(self, room_bytes: int, account: Account) -> bool:
         """Whether everything on the device now, except the step that `account` describes, takes at most
-        `room_bytes`."""
-        return self._surely_within(room_bytes, account) or self.elsewhere_beside(account) <= room_bytes
-
-    def _surely_within(self, room_bytes: int, account: Account) -> bool:
-        """Whether a bound that needs no search shows that the bytes elsewhere are at most `room_bytes`."""
+        `room_bytes`: by a bound that needs no search of the device, or else by a search."""
+        surely = room_bytes
         if not self.entry.has_looked:  # the optimizer's options may make it hold more than by default
-            room_bytes -= _MORE_STATE * account.optimizer_state
-        most = self._ledger.at_most(self, room_bytes - self.to_come_elsewhere)
-        return most is not None and self._beside(most, account) <= room_bytes
+            surely -= _MORE_STATE * account.optimizer_state
+        most = self._ledger.at_most(self, surely - self.to_come_elsewhere)
+        if most is not None and self._beside(most, account) <= surely:
+            return True
+        return self.elsewhere_beside(account) <= room_bytes
 
     def elsewhere_beside(self, account: Account) -> int:
         """The bytes that are on the device now and do not belong to a step with this account."""
@@ -378,8 +372,7 @@ class Ledger(ModelsOnDevice):
         """Search the device for the bytes elsewhere before a call is planned, however long it takes. Planning leaves
         memory of its own behind, so the device is also searched at the next moment."""
         found = self.now(replace(moment, closely=True), planning=True)
-        self._since = self._since or time.monotonic()
-        moment.entry.due = True
+        self._since, moment.entry.due = self._since or time.monotonic(), True
         return found
 
     def now(self, moment: Moment, *, planning: bool = False) -> Elsewhere:

@@ -31,7 +31,11 @@ def batch_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> to
     if planned is not None and not planned.model.training:
         raise ValueError(f"this {type(planned.model).__name__} is in eval mode, which runs plain; call model.train()")
     if planned is not None and planned.with_loss is not None:
-        _check_single_loss_function(loss_fn, planned.options.loss_fn)
+        if loss_fn is not None and loss_fn is not planned.options.loss_fn:
+            raise ValueError(
+                f"this TrainStep has the loss_fn {loss_fn!r}, but its model was optimised with "
+                f"{planned.options.loss_fn!r}; leave the loss_fn of the TrainStep out"
+            )
         return scalar_loss(planned.loss(batch, model))
     args, kwargs = batch_call(batch, loss_fn)
     if loss_fn is not None and isinstance(args[0], Mapping) and not takes_model(loss_fn):
@@ -76,41 +80,3 @@ def scalar_loss(output: Any) -> torch.Tensor:
             "gradients, and do not detach the loss"
         )
     return loss.reshape(())
-
-
-def _check_single_loss_function(given: LossFunction | None, own: LossFunction | None) -> None:
-    """Raise `ValueError` where a model optimised with a loss function is given another."""
-    if given is not None and given is not own:
-        raise ValueError(
-            f"this TrainStep has the loss_fn {given!r}, but its model was optimised with {own!r}; leave the loss_fn "
-            "of the TrainStep out"
-        )
-
-
-class UntilTarget(nn.Module):
-    """The last stage of a pipeline. In training, its module runs only when the target is known, so that module and loss
-    run as one planned region.
-
-    Until it is planned, and in evaluation, it runs as the plain stage."""
-
-    def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None) -> None:
-        super().__init__()
-        self.module, self.loss_fn = stage.submod, loss_fn
-        self._stage = stage
-        self._given: tuple[torch.Tensor, ...] | None = None
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        """Returns what the module returns. In training, once planned, returns a view of the first input instead, which
-        the pipeline passes on to `loss`, where the module runs."""
-        if session_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
-            return self.module(*args)
-        self._given = args
-        return args[0].view_as(args[0])
-
-    def loss(self, output: Any, target: Any, **further: Any) -> Any:
-        """The loss of a microbatch, given what `forward` returned and the target."""
-        given, self._given = self._given, None
-        if given is None:
-            assert self.loss_fn is not None
-            return self.loss_fn(output, target, **further)
-        return batch_loss(self.module, (given, target), None)

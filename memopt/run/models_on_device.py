@@ -12,7 +12,7 @@ from memopt.account.account import distinct_bytes
 from memopt.compat.tensors import weak_storages
 from memopt.errors import BudgetError
 from memopt.run.entry import Entry, Waiting
-from memopt.run.overlaps import Alone, AsPlain, Overlap, breadth
+from memopt.run.seen import Alone, AsPlain, Overlap, breadth
 
 _TRAINS = 1024
 """A model no longer counts as trained once this many forwards have begun since its latest one."""
@@ -75,26 +75,23 @@ class ModelsOnDevice:
     def backward_begins(self, forward: Waiting) -> None:
         """Record that the backward of a forward begins: which steps of other models ran since the forward, and which of
         their forwards still wait."""
-        later = self._later(forward)
+        later = self.begun_since(forward)
         for other in later:
             other.overlaps.add(Overlap((), weakref.ref(forward.entry), begun_before=True))
-        seen = forward.entry.seen
-        seen.meanwhile.append(frozenset(forward.overlaps))
-        seen.backward.append(Overlap(tuple(weakref.ref(other.entry) for other in later)))
-        seen.known.update(other.model for other in self.others_training(forward.entry))
+        entry = forward.entry
+        entry.seen_meanwhile.append(frozenset(forward.overlaps))
+        entry.seen_later.append(Overlap(tuple(weakref.ref(other.entry) for other in later)))
+        entry.seen_models.update(other.model for other in self.others_training(entry))
 
-    def begun_since(self, forward: Waiting) -> int:
-        """The bytes held by waiting forwards of other models that began after `forward`."""
-        return sum(other.held_bytes for other in self._later(forward))
-
-    def _later(self, forward: Waiting) -> list[Waiting]:
+    def begun_since(self, forward: Waiting) -> list[Waiting]:
+        """The waiting forwards of other models that began after `forward`."""
         waiting = [other for other in self._waiting() if other.entry.model is not forward.entry.model]
         return [other for other in waiting if other.number > forward.number]
 
     def knows(self, entry: Entry) -> bool:
         """Whether a backward of this model has shown for each other model whether the other runs between this model's
         forward and backward."""
-        return all(other.model in entry.seen.known for other in self.others_training(entry))
+        return all(other.model in entry.seen_models for other in self.others_training(entry))
 
     def wanted(self, entry: Entry) -> tuple[int, float]:
         """The bytes that steps of other models need between the forward and the backward of this model, with nothing
@@ -102,8 +99,7 @@ class ModelsOnDevice:
         their `breadth`s divided by this model's. If it is known which models run in between (`knows`), only those
         count, and the second number is 0; else all other models count."""
         if self.knows(entry):
-            seen = frozenset().union(*entry.seen.meanwhile)
-            return max((overlap.held_bytes(least=False) for overlap in seen), default=0), 0.0
+            return max((overlap.held_bytes(least=False) for overlap in entry.overlaps), default=0), 0.0
         needs = [(other, other.step_bytes) for other in self.others_training(entry)]
         wanted = sum(one.peak for _, one in needs if one is not None)
         return wanted, sum(breadth(other.model) for other, one in needs if one is None) / breadth(entry.model)
@@ -111,8 +107,7 @@ class ModelsOnDevice:
     def intervening_backward_bytes(self, entry: Entry) -> int:
         """The bytes that the backward of another model needs beyond what its forward holds, where one was seen to run
         between the forward and the backward of this model; 0 where none was."""
-        seen = frozenset().union(*entry.seen.meanwhile)
-        before = [overlap.runs() for overlap in seen if overlap.begun_before and overlap.runs]
+        before = [overlap.runs() for overlap in entry.overlaps if overlap.begun_before and overlap.runs]
         found = [(other, one) for other in self.entries if other in before for one in other.waiting()]
         return max((other.peak_above_lasting(one.plan) - one.held_bytes for other, one in found), default=0)
 
@@ -128,8 +123,7 @@ class ModelsOnDevice:
         is only one model."""
         if len(self.entries) == 1:
             return []
-        found: list[Waiting] = [one for entry in self.entries for one in (*entry.waiting(), *entry.plain_waiting())]
-        return sorted(found, key=attrgetter("number"))
+        return sorted([one for entry in self.entries for one in entry.all_waiting()], key=attrgetter("number"))
 
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:
         """The error to raise for a call in place of `refused`: it names a budget in which the steps of the other
@@ -182,14 +176,6 @@ class ModelsOnDevice:
                 own -= needs.held
             peak = max(peak, alone.held_bytes + own)
         return alone.budget_bytes - alone.peak_bytes + peak + waiting
-
-    def others_held_bytes(self, entry: Entry) -> int:
-        """The bytes held by forwards of other models that wait for their backward."""
-        return sum([other.held_bytes for other in self.entries if other is not entry])
-
-    def others_waiting(self, entry: Entry) -> int:
-        """The number of planned forwards of other models that wait for their backward."""
-        return sum([len(other.waiting()) for other in self.entries if other is not entry])
 
     def addresses(self, entry: Entry) -> frozenset[int]:
         """The addresses of storages that are counted already: those saved by waiting planned forwards of all models

@@ -18,8 +18,9 @@ from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
 from memopt.compat.tensors import NEED_MEMORY, READ_NO_VALUES, as_implemented, wrapper_tensor
 from memopt.errors import StaleOutputError
-from memopt.random_states import generator_states, set_generators
+from memopt.random_states import generator_states
 from memopt.run.pending import PendingForward
+from memopt.run.second_run import as_before
 from memopt.training_state import CallState, generators_before
 from memopt.units import size
 from passes.ops.offload_ops import bring
@@ -180,19 +181,14 @@ class _OfGroup(Later):
         self.hand_over(results)
 
     def _results(self) -> Sequence[torch.Tensor]:
-        piece, (enabled, dtype) = self.piece, self.autocast
+        piece = self.piece
         given = (self.inputs[number] for number in piece.inputs)
         arguments = [bring(one, self.device) if isinstance(one, torch.Tensor) else one for one in given]
         arguments += [] if self.start is None else [self.start]
-        now = generator_states(self.device)
-        try:
-            if piece.draws:
-                set_generators(self.generators, self.device)
-            with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False):
-                results = piece.run(arguments)
-                return [result.to(dtype) for result, dtype in zip(results, self.dtypes, strict=True)]
-        finally:
-            set_generators(now, self.device)
+        generators = self.generators if piece.draws else generator_states(self.device)
+        with torch.no_grad(), as_before(generators, self.device, self.autocast):
+            results = piece.run(arguments)
+            return [result.to(dtype) for result, dtype in zip(results, self.dtypes, strict=True)]
 
 
 class _Value:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,17 +55,11 @@ from memopt.training_state import CallState
 from memopt.units import size
 
 
-class Releasable(Protocol):
-    def release(self) -> None:
-        """Free the memory that this value can do without."""
-
-
 @dataclass(eq=False)
 class PendingForward(WaitingPlanned):
     """A planned forward whose backward has not run yet. Until then, forwards and gradients may appear that the plan
     does not include; `before_backward` checks for them."""
 
-    model: weakref.ref[nn.Module]
     hooked: frozenset[int]
     """The `id`s of the parameters whose gradients the plan assumes to go to hooks."""
     accumulation: Accumulation
@@ -92,9 +86,9 @@ class PendingForward(WaitingPlanned):
     """The bytes of unsharded gradients of these parameters that this rank held when it began; its plan counts them."""
     second_run: SecondRun | None = None
     """The means to compute its saved values a second time; None where that is not possible."""
-    _lent: weakref.WeakSet[Releasable] = field(default_factory=weakref.WeakSet)
-    """The values that free memory when the backward begins."""
-    _held: list[Releasable] = field(default_factory=list)
+    _lent: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """The values that free memory when the backward begins, by their method `release`."""
+    _held: list[object] = field(default_factory=list)
     """The values that are held until an optimizer has stepped."""
     backwards: int = 0
     """The number of backwards through this forward that have begun."""
@@ -105,15 +99,15 @@ class PendingForward(WaitingPlanned):
     """The number of the backward that is not checked against the plan; -1 for none."""
     _extra_bytes: int = 0
 
-    def until_backward(self, value: Releasable, nbytes: int) -> None:
-        """Make `value` release `nbytes` when the backward begins, if the plan counts these bytes as freed then. If not,
-        on a GPU, keep `value` alive until an optimizer has stepped: the plan assumes so, and freeing it earlier would
-        change where the allocator puts later blocks."""
+    def until_backward(self, value: Any, nbytes: int) -> None:
+        """Make `value` free `nbytes`, by its method `release`, when the backward begins, if the plan counts these bytes
+        as freed then. If not, on a GPU, keep `value` alive until an optimizer has stepped: the plan assumes so, and
+        freeing it earlier would change where the allocator puts later blocks."""
         assert self.plan.captured is not None
         if self.plan.captured.regions[0].released:
             self._lent.add(value)
             self.held_bytes += nbytes
-        elif self.plan.account.caching:
+        elif self.account.caching:
             self._held.append(value)
 
     def note_outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
@@ -126,7 +120,7 @@ class PendingForward(WaitingPlanned):
                 self.second_run, self.packed = None, True
                 self._warn_of_hooks()
                 continue
-            node.register_prehook(partial(_check_unchanged, self.nodes[-1], self.model))
+            node.register_prehook(partial(_check_unchanged, self.nodes[-1], weakref.ref(self.entry.model)))
         return outputs
 
     def _warn_of_hooks(self) -> None:
@@ -135,9 +129,9 @@ class PendingForward(WaitingPlanned):
             self.entry.warned_of_hooks = True
             warnings.warn(
                 f"hooks of torch.autograd.graph.saved_tensors_hooks get the tensors that the plan of "
-                f"{type(self.model()).__name__} saves, not those of the plain model: what they allocate is beside the "
-                "budget, and where they change values (to a lower precision) gradients differ from the plain loop's; "
-                "call the model outside of them",
+                f"{type(self.entry.model).__name__} saves, not those of the plain model: what they allocate is beside "
+                "the budget, and where they change values (to a lower precision) gradients differ from the plain "
+                "loop's; call the model outside of them",
                 stacklevel=2,
             )
 
@@ -145,8 +139,7 @@ class PendingForward(WaitingPlanned):
         """Record the tensors that eager code between the regions of this forward made: those that it saved for its
         backward, and those in `result`, which the call returns. The plan's account has a row for them. Returns their
         bytes, without outputs of regions."""
-        model = self.model()
-        state = () if model is None else (*model.parameters(), *model.buffers())
+        state = (*self.entry.model.parameters(), *self.entry.model.buffers())
         own = {one.address for one in (*weak_storages(state), *self.given)}
         of_regions = own | {one.address for one in self.outputs}
         returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -159,8 +152,6 @@ class PendingForward(WaitingPlanned):
         return sum(nbytes for address, nbytes in here.items() if address not in of_regions)
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that the forward's regions, and eager code between them, have saved and that are not freed
-        yet."""
         if self.again_bytes and self.second_run is not None:  # reading a freed value would run the forward
             return self.second_run.tensors
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
@@ -169,13 +160,9 @@ class PendingForward(WaitingPlanned):
         return [tensor for node in nodes for tensor in saved_by(node)]
 
     def hidden_bytes(self) -> int:
-        """The bytes of the forward's saved tensors if the caller's hooks (`saved_tensors_hooks`) made them: a search of
-        the device counts such tensors as elsewhere, outside of the step. Else 0."""
         return max(0, self.held_bytes - sum(one.nbytes for one in self.outputs)) if self.packed else 0
 
     def free_saved(self) -> int:
-        """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes
-        freed; 0 where it cannot be run again."""
         nodes = [node for reference in self.nodes if (node := reference()) is not None]
         if self.second_run is None or self.again_bytes or self.done or len(nodes) != 1:
             return 0
@@ -194,38 +181,37 @@ class PendingForward(WaitingPlanned):
         if not self.judged or self._beside_plan == current_backward():
             return
         if begins := self._backward != current_backward():
-            model = self.model()
-            parameters = [] if model is None else parameters_in(modules_of(model))
+            parameters = parameters_in(modules_of(self.entry.model))
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned(parameters) + self.again_bytes
             if self.outputs:
                 kept = sum(one.nbytes for one in self.outputs)
-                self.entry.note_outputs_in_backward(kept)
+                self.entry.outputs_in_backward = max(self.entry.outputs_in_backward or 0, kept)
                 self._extra_bytes -= max(0, returned_bytes(self.plan) - kept)
             self.backward_begins()
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
             Ledger.of(self.entry).backward_begins(self)
             self._check_autocast()
-            self.gradients_before = GradientsBefore.of(parameters)
-        if self.plan.account.gradients_held or any(region.steps for region in self.plan.regions):
+            self.gradients_before = GradientsBefore(parameters)
+        if self.account.gradients_held or any(region.steps for region in self.plan.regions):
             self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.held_bytes for forward in others) + self.entry.plain_held_bytes
         peak = self.plan.ceiling_bytes
-        if self.plan.account.meanwhile:
-            peak = self.entry.peak_above_lasting(self.plan) + lasting_bytes(self.plan.account, beside=True)
+        if self.account.meanwhile:
+            peak = self.entry.peak_above_lasting(self.plan) + lasting_bytes(self.account, beside=True)
         if keeps_graph():
             self.entry.graph |= KEPT
             assert self.plan.schedule is not None
             peak = retained_peak(self.plan, self.plan.schedule)
-        needed = peak - self.plan.account.other_forwards + waiting + self._extra_bytes
-        above = needed - self.plan.account.tolerance - self.plan.budget_bytes  # the forward may have used half of it
+        needed = peak - self.account.other_forwards + waiting + self._extra_bytes
+        above = needed - self.account.tolerance - self.plan.budget_bytes  # the forward may have used half of it
         if above > 0 and above > self._free_of_planned(elsewhere_bytes := self._elsewhere_now(gradients)):
             reason = RETAINED if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
             if not waiting and not Ledger.of(self.entry).others_training(self.entry):
                 # It runs plain with that much room; plain steps are counted with a margin of their own.
                 roomy = self.runs_plain_from(elsewhere_bytes, roomy + roomy // _MARGIN_OF_COUNTS) or roomy
-            self._refuse(BudgetError(self.plan.budget_bytes, roomy, reason, least=False))
+            self.entry.refuse(BudgetError(self.plan.budget_bytes, roomy, reason, least=False))
         if not begins:  # gradients for further regions exist now, which the plan counts
             return
         self.backwards += 1
@@ -235,13 +221,13 @@ class PendingForward(WaitingPlanned):
         moment = self.moment_of(self, gradients)
         if self.backwards > 1:  # other things are allocated than when the first one begins
             moment = replace(moment, kind=(moment.kind, self.backwards))
-        if unseen and self.plan.account.tolerance:
+        if unseen and self.account.tolerance:
             self._see_what_appeared(replace(moment, closely=True))
-        room = self.plan.budget_bytes - needed + self.plan.account.elsewhere
-        room += self.plan.account.tolerance
-        if not moment.leaves(room, self.plan.account):
+        room = self.plan.budget_bytes - needed + self.account.elsewhere
+        room += self.account.tolerance
+        if not moment.leaves(room, self.account):
             closely = replace(moment, closely=True)
-            elsewhere_bytes = closely.elsewhere_beside(self.plan.account)
+            elsewhere_bytes = closely.elsewhere_beside(self.account)
             if elsewhere_bytes > room + self._state_to_come(elsewhere_bytes):
                 self._refuse_elsewhere(elsewhere_bytes, room)
                 return  # it goes on beyond the budget
@@ -252,9 +238,10 @@ class PendingForward(WaitingPlanned):
         elsewhere since the forward, without forwards of other models: the next forward is planned with these. Before
         a further backward they are mostly gradients that the caller keeps (`torch.autograd.grad`)."""
         ledger, known = Ledger.of(self.entry), moment.addresses()
-        appeared = moment.elsewhere_beside(self.plan.account) - self.plan.account.elsewhere - ledger.begun_since(self)
+        appeared = moment.elsewhere_beside(self.account) - self.account.elsewhere
+        appeared -= sum(other.held_bytes for other in ledger.begun_since(self))
         appeared -= sum(one.nbytes for one in self.copies if one.address not in known)  # later forwards make none
-        if self.backwards > 1 and not self.plan.account.gradients_held:
+        if self.backwards > 1 and not self.account.gradients_held:
             appeared += beside_gradients(self.entry)
         if appeared > self.entry.tolerance_bytes:
             self.entry.later_bytes = max(self.entry.later_bytes, appeared)
@@ -264,14 +251,14 @@ class PendingForward(WaitingPlanned):
 
     def _elsewhere_now(self, gradients: Sequence[object]) -> int:
         """The bytes elsewhere, as a search of the device finds them."""
-        return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.plan.account)
+        return replace(self.moment_of(self, gradients), closely=True).elsewhere_beside(self.account)
 
     def _free_of_planned(self, elsewhere_bytes: int) -> int:
         """The planned bytes that are free if `elsewhere_bytes` are elsewhere: those that the plan left for tensors
         elsewhere beyond these, and those of `_state_to_come`, except where the graph is kept: later steps keep it
         beside that state, and would be refused in the middle of a training."""
         state_to_come = 0 if keeps_graph() else self._state_to_come(elsewhere_bytes)
-        return max(0, self.plan.account.elsewhere - elsewhere_bytes) + state_to_come
+        return max(0, self.account.elsewhere - elsewhere_bytes) + state_to_come
 
     def _state_to_come(self, elsewhere_bytes: int) -> int:
         """The bytes that a backward may use in place of optimizer state that does not exist yet: tensors that appear
@@ -284,13 +271,13 @@ class PendingForward(WaitingPlanned):
         return max(0, self.entry.state_to_come(self.plan, outputs, elsewhere_bytes) - copied)
 
     def _refuse_elsewhere(self, elsewhere_bytes: int, room_bytes: int) -> None:
-        appeared = elsewhere_bytes - self.plan.account.elsewhere
+        appeared = elsewhere_bytes - self.account.elsewhere
         elsewhere_bytes += to_follow(self.entry, appeared, self.backwards)
         self.entry.later_bytes = max(self.entry.later_bytes, appeared)
         self.entry.reached_bytes = None
         # At a budget with room for these and nothing recomputed, the first step fits, too.
         lacking = self.plan.budget_bytes + elsewhere_bytes - room_bytes
-        plain = self._plain_peak(retained=keeps_graph()) - self.plan.account.elsewhere + elsewhere_bytes
+        plain = self._plain_peak(retained=keeps_graph()) - self.account.elsewhere + elsewhere_bytes
         ledger = Ledger.of(self.entry)
         guessed = (LARGE_LOSS_OUTSIDE - LOSS_OUTSIDE) * tangent_bytes(self.plan)
         foreseen = self.entry.later_bytes <= staying(guessed)  # the first plan then leaves room for it
@@ -308,18 +295,7 @@ class PendingForward(WaitingPlanned):
             f"elsewhere_gb={round_up(elsewhere_bytes / GIB)}"
         )
         given = self.plan.budget_bytes, works, reason
-        self._refuse(ledger.for_whole_step(self.entry, BudgetError(*given, least=False, further=(further,))))
-
-    def _refuse(self, refused: BudgetError) -> None:
-        """Raise `refused`, or warn of it in a model that has stepped: the next forward is planned with what is there
-        now, or refused where no plan has room for it."""
-        if self.entry.stepped:
-            self.entry.warn_beyond(refused)
-            return
-        try:
-            raise refused
-        finally:
-            del refused  # else this frame, which holds the forward, and the error would hold each other
+        self.entry.refuse(ledger.for_whole_step(self.entry, BudgetError(*given, least=False, further=(further,))))
 
     def replayed(self) -> None:
         """Record that a second forward has run outside of the plan during the running backward, which from now on is
@@ -350,8 +326,7 @@ class PendingForward(WaitingPlanned):
         plain = self.runs_plain_from(elsewhere_bytes, WORTH_NAMING * budget, graph=graph)
         if plain is None:
             raise refused
-        others = [forward for forward in self.entry.waiting() if forward is not self]
-        roomy = plain + sum(forward.saved_bytes() for forward in (*others, *self.entry.plain_waiting()))
+        roomy = plain + sum(forward.saved_bytes() for forward in self.entry.all_waiting() if forward is not self)
         ledger = Ledger.of(self.entry)
         others_train = ledger.others_training(self.entry)
         # Where others train, it may be planned with that much room, too, and is then there beside its second run.
@@ -372,7 +347,6 @@ class PendingForward(WaitingPlanned):
             one.judged = False
 
     def is_in_backward(self) -> bool:
-        """Whether the running backward has reached this forward."""
         return self._backward == current_backward()
 
     def after_backward(self) -> None:
@@ -385,8 +359,6 @@ class PendingForward(WaitingPlanned):
         self._held = []
 
     def undo(self) -> bool:
-        """Undo the call after its backward has failed; returns whether gradients, buffers and random states are as
-        before the call."""
         gradients = self.gradients_before is None or self.gradients_before.undo()
         return (self.before is not None and self.before.undo()) and gradients
 
@@ -395,13 +367,13 @@ class PendingForward(WaitingPlanned):
         forwards that wait (one like this, if none does), and with gradients both held from before and newly computed.
         With `retained`, the step is one that keeps its graph (`retain_graph=True`), and no further forward is
         assumed."""
-        account, peak = self.plan.account, self._plain_peak(retained=retained)
+        account, peak = self.account, self._plain_peak(retained=retained)
         others = [forward for forward in self.entry.waiting() if forward is not self]
         waiting = sum(forward.saved_bytes() for forward in others) + self.entry.plain_held_bytes
         waiting = waiting if waiting or retained else self.saved_bytes()
         gradients = account.gradients if account.gradients_held else 2 * account.gradients
-        if any(region.steps for region in self.plan.regions) and (model := self.model()) is not None:
-            gradients = distinct_bytes(parameter for parameter in model.parameters() if parameter.requires_grad)
+        if any(region.steps for region in self.plan.regions):
+            gradients = self.entry.trainable_bytes
         return max(needed, peak - account.other_forwards + waiting + gradients)
 
     def _plain_peak(self, *, retained: bool) -> int:
@@ -411,7 +383,6 @@ class PendingForward(WaitingPlanned):
         return retained_peak(self.plan, save_all) if retained else self.plan.plain.peak_bytes
 
     def saved_bytes(self) -> int:
-        """The bytes that this forward would hold until its backward with nothing recomputed."""
         assert self.plan.joined is not None
         problem = self.plan.joined.problem
         return held_after_forward(problem, Schedule.save_all(problem))
@@ -419,7 +390,7 @@ class PendingForward(WaitingPlanned):
     def _held_unplanned(self, parameters: Sequence[nn.Parameter]) -> int:
         """The bytes of gradients of the model's parameters that exist now and that the plan does not count."""
         appeared = max(0, self.gathered.gradient_bytes - self.whole_gradients)
-        if self.plan.account.gradients_held:
+        if self.account.gradients_held:
             return appeared
         if self.gathered:
             parameters = [one for one in parameters if one not in self.gathered]
@@ -449,9 +420,9 @@ class PendingForward(WaitingPlanned):
             fate = fate_of_gradient(leaf)
             free = leaf.grad is None and self.accumulation.allowed and not is_hooked(leaf, stepped=True)
             return fate is Fate.RETURNED or (fate is Fate.ACCUMULATED and not free)
-        if leaf.grad is None and self.plan.account.gradients_held and self.plan.account.buckets:
+        if leaf.grad is None and self.account.gradients_held and self.account.buckets:
             return not self.accumulation.allowed  # else it becomes a view of its bucket at once
-        if leaf.grad is None or not self.plan.account.gradients_held or id(leaf) in self.hooked:
+        if leaf.grad is None or not self.account.gradients_held or id(leaf) in self.hooked:
             return False
         fate = fate_of_gradient(leaf)
         added = fate is Fate.ACCUMULATED and self.accumulation.allowed and not is_hooked(leaf)
@@ -477,11 +448,11 @@ WORTH_NAMING = 4
 as a multiple of the given one."""
 CREATED, RETAINED = "the plain step with create_graph=True", "backward(retain_graph=True)"
 
-_held_over: list[Releasable] = []
+_held_over: list[object] = []
 """Values of forwards whose backward has run, held until an optimizer has stepped or a forward begins."""
 
 
-def hold_over(values: Sequence[Releasable]) -> None:
+def hold_over(values: Sequence[object]) -> None:
     """Keep values alive until an optimizer has stepped or the next planned forward begins."""
     if values:
         _hook()
@@ -514,5 +485,5 @@ def beside_gradients(entry: Entry) -> int:
     """The bytes of the `.grad`s that the caller makes from the gradients that the running backward returns
     (`torch.autograd.grad`), and which may still exist in the next step; 0 for a backward that adds to `.grad`
     itself."""
-    trained = [one for one in entry.model.parameters() if one.requires_grad]
-    return distinct_bytes(trained) if trained and fate_of_gradient(trained[0]) is Fate.RETURNED else 0
+    first = next((one for one in entry.model.parameters() if one.requires_grad), None)
+    return entry.trainable_bytes if first is not None and fate_of_gradient(first) is Fate.RETURNED else 0

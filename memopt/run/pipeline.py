@@ -7,7 +7,7 @@ Microbatches have one shape, so that everything is known before the first one is
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -36,7 +36,7 @@ from memopt.errors import BudgetError
 from memopt.planning.job_key import terms_of
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
-from memopt.run.loss import UntilTarget
+from memopt.run.loss import batch_loss
 from memopt.run.ranks import Ranks
 from memopt.run.session import Session, session_of
 
@@ -121,7 +121,7 @@ def _bytes(kinds: Sequence[_Kind]) -> int:
 
 
 @dataclass(frozen=True)
-class Load:
+class _Load:
     """The bytes that a planned pipeline stage holds on the device of its rank."""
 
     fixed_bytes: int
@@ -132,12 +132,12 @@ class Load:
     """The most that one microbatch holds while it runs, in addition to `fixed_bytes`."""
 
     @staticmethod
-    def of(plan: Plan, elsewhere_bytes: int) -> Load:
+    def of(plan: Plan, elsewhere_bytes: int) -> _Load:
         """The load of a stage by its plan. `elsewhere_bytes`: the part of the plan's row "elsewhere" that is not the
         stage's; the rest of the row is what the schedule holds for the stage."""
         beside = plan.account.other_forwards + elsewhere_bytes
         fixed = plan.account.resident_bytes - beside
-        return Load(fixed, plan.held_bytes, plan.ceiling_bytes - beside - fixed)
+        return _Load(fixed, plan.held_bytes, plan.ceiling_bytes - beside - fixed)
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,13 @@ class _Together:
     """For each forward and backward of a step, in order: the stage that runs, and the number of microbatches in flight
     of each stage."""
 
-    def forwards(self, number: int, loads: Mapping[int, Load]) -> int:
+    def forwards(self, number: int, loads: Mapping[int, _Load]) -> int:
         """The most microbatches in flight while stage `number` runs. Those of other stages count as the number of its
         own that hold the same bytes."""
         own = max(1, loads[number].held_bytes)
         return max(-(-_held(waiting, loads) // own) for running, waiting in self.moments if running == number)
 
-    def peak_bytes(self, loads: Mapping[int, Load]) -> int:
+    def peak_bytes(self, loads: Mapping[int, _Load]) -> int:
         """The most bytes that the stages hold together."""
         fixed = sum(load.fixed_bytes for load in loads.values())
         return fixed + max(
@@ -163,8 +163,37 @@ class _Together:
         )
 
 
-def _held(waiting: Mapping[int, int], loads: Mapping[int, Load]) -> int:
+def _held(waiting: Mapping[int, int], loads: Mapping[int, _Load]) -> int:
     return sum(many * loads[number].held_bytes for number, many in waiting.items())
+
+
+class _UntilTarget(nn.Module):
+    """The last stage of a pipeline. In training, its module runs only when the target is known, so that module and loss
+    run as one planned region.
+
+    Until it is planned, and in evaluation, it runs as the plain stage."""
+
+    def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.module, self.loss_fn = stage.submod, loss_fn
+        self._stage = stage
+        self._given: tuple[torch.Tensor, ...] | None = None
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        """Returns what the module returns. In training, once planned, returns a view of the first input instead, which
+        the pipeline passes on to `loss`, where the module runs."""
+        if session_of(self.module) is None or not (self._stage.has_backward and torch.is_grad_enabled()):
+            return self.module(*args)
+        self._given = args
+        return args[0].view_as(args[0])
+
+    def loss(self, output: Any, target: Any, **further: Any) -> Any:
+        """The loss of a microbatch, given what `forward` returned and the target."""
+        given, self._given = self._given, None
+        if given is None:
+            assert self.loss_fn is not None
+            return self.loss_fn(output, target, **further)
+        return batch_loss(self.module, (given, target), None)
 
 
 _ROOMY_BYTES = 2**60
@@ -193,7 +222,7 @@ class PlannedSchedule:
         self.schedule.step = self.step
         for stage in self._stages.values():
             if stage.is_last:
-                stage.submod = UntilTarget(stage, self._loss)
+                stage.submod = _UntilTarget(stage, self._loss)
                 set_loss(self.schedule, stage.submod.loss)
 
     def give_back(self) -> None:
@@ -248,7 +277,7 @@ class PlannedSchedule:
         together = _Together(tuple(in_flight(self.schedule)))
         roomy = replace(options, budget_bytes=_ROOMY_BYTES)
         found = {number: self._planned_call(one, target, roomy, 1, elsewhere) for number, one in facts.items()}
-        loads = {number: Load.of(plan, elsewhere) for number, (_, plan) in found.items()}
+        loads = {number: _Load.of(plan, elsewhere) for number, (_, plan) in found.items()}
         fixed = {number: load.fixed_bytes for number, load in loads.items()}
         for _ in range(_ROUNDS):
             forwards = {number: together.forwards(number, loads) for number in facts}
@@ -256,7 +285,7 @@ class PlannedSchedule:
                 beside = elsewhere + sum(fixed.values()) - fixed[number]
                 earlier = found[number][0]
                 found[number] = self._planned_call(one, target, options, forwards[number], beside, earlier)
-                loads[number] = Load.of(found[number][1], beside)
+                loads[number] = _Load.of(found[number][1], beside)
             peak = elsewhere + together.peak_bytes(loads)
             if peak <= options.budget_bytes:
                 return [call for call, _ in found.values()]

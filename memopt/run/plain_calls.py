@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
 
 from memopt.account.account import Account
 from memopt.account.plain_count import PlainStep
@@ -34,15 +33,24 @@ from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import WORTHWHILE, Entry
 from memopt.run.ledger import SEVERAL, Ledger, Moment
-from memopt.run.longer_paths import LongerPath, ends_beyond
-from memopt.run.overlaps import Alone
 from memopt.run.pending import CREATED, RETAINED, WORTH_NAMING, beside_gradients, to_follow
-from memopt.run.plain_counter import CountedStep, PlainCounter, bytes_beside, callers_code_bytes, graph_key
-from memopt.run.plain_forward import WAITS, PlainForward
-from memopt.run.plain_kinds import Kind, Sizes, grown, kind_of_inputs, sizes_of
+from memopt.run.plain_counter import (
+    CountedStep,
+    Kind,
+    PlainCounter,
+    Sizes,
+    bytes_beside,
+    callers_code_bytes,
+    graph_key,
+    grown,
+    kind_of_inputs,
+    sizes_of,
+)
+from memopt.run.plain_forward import WAITS, LongerPath, PlainForward, ends_beyond
 from memopt.run.road import Road
 from memopt.run.safety_net import tighter
 from memopt.run.second_run import PlainSecondRun
+from memopt.run.seen import Alone
 from memopt.run.sizes import covers
 from memopt.units import size
 
@@ -73,15 +81,8 @@ class PlainCalls(PlainCounter):
     They run in eager mode even where the user has compiled the model: compiled code may hold other bytes than are
     counted here."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        planner: CallPlanner,
-        loss_fn: Callable[..., Any] | None,
-        entry: Entry,
-        checkpoints: Checkpoints | None = None,
-    ) -> None:
-        super().__init__(model, planner, loss_fn, entry, checkpoints)
+    def __init__(self, planner: CallPlanner, entry: Entry, checkpoints: Checkpoints | None = None) -> None:
+        super().__init__(planner, entry, checkpoints)
         self.allowed = os.environ.get("MEMOPT_PLAN") != "always"
         """False where all calls are to be planned."""
         self.planned_ahead = False
@@ -104,20 +105,12 @@ class PlainCalls(PlainCounter):
         """The caller's own checkpoints (`torch.utils.checkpoint`) in which calls ran."""
 
     @contextmanager
-    def not_allowed(self) -> Iterator[None]:
-        """A context in which calls that fit the budget without a plan are planned too, so that plans can be checked."""
-        before, self.allowed = self.allowed, False
-        try:
-            yield
-        finally:
-            self.allowed = before
-
-    @contextmanager
-    def only_way(self) -> Iterator[None]:
-        """A context in which no call can be planned, so that every call that fits runs plain, even where the user wants
-        planned calls for other reasons than memory."""
+    def only_way(self, *, plain: bool) -> Iterator[None]:
+        """A context in which no call can be planned, so that every call that fits runs `plain`, even where the user
+        wants planned calls for other reasons than memory; or in which all calls are planned, so that plans can be
+        checked."""
         before = self.allowed, self._whatever_else
-        self.allowed = self._whatever_else = True
+        self.allowed = self._whatever_else = plain
         try:
             yield
         finally:
@@ -130,15 +123,11 @@ class PlainCalls(PlainCounter):
         has to be planned. `plans_serve_all`: a captured graph serves calls of all sizes; `lacks_smaller`: no captured
         graph serves this call, though it is smaller than a planned one."""
         call, situation, moment = now.call, now.situation, now.moment
-        if not (self._may_be_first or (self.allowed and lacks_smaller)):
+        if not (self._may_be_first or (self.allowed and lacks_smaller)) or not self._nothing_else_wanted:
             return None
-        if not (self._whatever_else or self._nothing_else_wanted()):
-            return None
-        inputs, tensors = kind_of_inputs(call)
-        kind = None if inputs is None else self._kind(call, inputs, situation, now.parts)
+        kind, sizes = self._kind(now)
         if kind is None:
             return None
-        sizes = sizes_of(tensors)
         for number, (most, fitting) in enumerate(kind.fitting):
             if covers(most, sizes):
                 if not fitting.fits(moment) and (closer := self._more_closely(fitting, situation)) is not None:
@@ -163,15 +152,10 @@ class PlainCalls(PlainCounter):
     def fitting_by_its_values(self, now: CallInProgress) -> CountedStep | None:
         """The step of a call whose code branches on values, counted on these values, if it fits the budget. Since
         another batch may hold more, the count serves no other call, and has no margin for one."""
-        if not (self._may_be_first and (self._whatever_else or self._nothing_else_wanted())):
+        if not (self._may_be_first and self._nothing_else_wanted):
             return None
-        step = self.count_step(
-            now.call,
-            now.situation,
-            self.planner.terms.options.budget_bytes,
-            closely=True,
-            beside=partial(bytes_beside, now.moment),
-        )
+        beside = partial(bytes_beside, now.moment)
+        step = self.count_step(now.call, now.situation, self.entry.budget_bytes, closely=True, beside=beside)
         if step is None or not step.on_values:
             return None
         fitting = self.fitting_step(replace(step, depends_on_values=False), now.call, now.situation)
@@ -181,7 +165,7 @@ class PlainCalls(PlainCounter):
         if fitting.fits(moment):
             return True
         if goes_on := self.goes_on(fitting):
-            budget, held = self.planner.terms.options.budget_bytes, fitting.step.held_bytes
+            budget, held = self.entry.budget_bytes, fitting.step.held_bytes
             needed = budget - fitting.room_bytes + moment.known_elsewhere(fitting.account)
             needed = max(budget, needed + moment.reserved_bytes(held)) + max(0, held - (moment.spare_bytes or held))
             self.entry.warn_beyond(BudgetError(budget, needed, CREATED, least=False))
@@ -194,43 +178,39 @@ class PlainCalls(PlainCounter):
         call, situation, moment = now.call, now.situation, now.moment
         if self.entry.gradients_stay is not False:
             situation = replace(situation, gradients_held=True)
-        step = self.count_step(call, situation, most_bytes, closely=True) if self._may_be_first else None
+        count = partial(self.count_step, call, situation, most_bytes, closely=True)
+        step = count() if self._may_be_first else None
         for highest in (False, True) if step is not None and step.draws else ():  # later calls may run more
             with extreme_draws(highest=highest):
-                other = self.count_step(call, situation, most_bytes, closely=True)
-            step = max((one for one in (step, other) if one is not None), key=lambda one: one.peak_bytes)
+                step = max(filter(None, (step, count())), key=lambda one: one.peak_bytes)
         if step is None:
             return None
         step = step if other_values else replace(step, depends_on_values=False)
         needed, account = self.needed_by_step(step, call, situation)
         needed += moment.reserved_bytes(step.held_bytes) + moment.elsewhere_beside(account)
-        callers_code = callers_code_bytes(step, self.entry, step.output_bytes)
-        if step.on_values:
-            # A count on values runs while the caller still has the outputs of the step before.
-            callers_code = max(callers_code, step.output_bytes)
-        needed += callers_code
+        # A count on values runs while the caller still has the outputs of the step before.
+        least = step.output_bytes if step.on_values else 0
+        needed += max(least, callers_code_bytes(step, self.entry, step.output_bytes))
         return needed if needed <= most_bytes and moment.may_hold(step.held_bytes) else None
 
     def beyond(self, now: CallInProgress) -> CountedStep | None:
         """The counted step of a call that does not fit, so that the call can run beyond the budget; a warning says so.
         None, without a warning, where the step cannot be counted or needs far more than the budget."""
-        budget = self.planner.terms.options.budget_bytes
+        budget = self.entry.budget_bytes
         step = self.count_step(now.call, now.situation, WORTH_NAMING * budget, closely=True)
         if step is None:
             return None
         needed, account = self.needed_by_step(step, now.call, now.situation)
-        fitting = CountedStep(step, budget - needed, account, None)
         self.entry.warn_beyond(BudgetError(budget, needed + now.moment.known_elsewhere(account), "it", least=False))
-        return fitting
+        return CountedStep(step, budget - needed, account, None)
 
     def explain(self, refused: BudgetError | CaptureError, now: CallInProgress) -> BudgetError | CaptureError:
         """The error to raise in place of `refused`, by which a call cannot be captured or exceeds the budget: a
         `BudgetError` that names a budget in which the call runs plain. `refused` itself where no such budget is known,
         or where it is above the one that `refused` names."""
-        budget, least = self.planner.terms.options.budget_bytes, None
+        budget = self.entry.budget_bytes
         most = refused.smallest_bytes if isinstance(refused, BudgetError) else WORTH_NAMING * budget
-        if self._nothing_else_wanted():
-            least = self.needed_bytes(now, most)
+        least = self.needed_bytes(now, most) if self._nothing_else_wanted else None
         if least is None:
             return refused
         least += self.entry.notable_bytes  # a few numbers more may be elsewhere, or in another batch of sparse tensors
@@ -242,7 +222,7 @@ class PlainCalls(PlainCounter):
     def alone(self, now: CallInProgress, most_bytes: int) -> Alone | None:
         """The bytes of a call that runs plain while no other forward waits; None where it needs more than `most_bytes`,
         or where all calls are to be planned."""
-        if not (self._may_be_first and self._nothing_else_wanted()):
+        if not (self._may_be_first and self._nothing_else_wanted):
             return None
         step = self.count_step(now.call, now.situation, most_bytes, closely=True)
         if step is None:
@@ -258,7 +238,7 @@ class PlainCalls(PlainCounter):
         `elsewhere_bytes` of it; None where that is above `most_bytes`, or where all calls are to be planned. `graph`
         says how backwards of such calls were seen to keep their graphs."""
         self.note_graph(graph_key(call), graph)
-        if not (self._may_be_first and self._nothing_else_wanted()):
+        if not (self._may_be_first and self._nothing_else_wanted):
             return None
         if self.graph_of(call).derived and self.entry.gradients_stay is not False:
             # No plan computes it, so that later calls must fit too, whose gradients may exist from the beginning.
@@ -279,7 +259,6 @@ class PlainCalls(PlainCounter):
     def allocation_failed(self) -> None:
         """From now on plan calls that hold about as much as the latest plain call, in which an allocation failed."""
         self._most_bytes = tighter(self._ran_bytes)
-        self.forget()
 
     def forget(self) -> None:
         """Drop the counts of all calls, so that they are counted again."""
@@ -295,7 +274,7 @@ class PlainCalls(PlainCounter):
         call, step = now.call, fitting.step
         if around := checkpoint_around():
             self._checkpoints.add(around[0])
-        self._ran_bytes = fitting.step.peak_bytes
+        self._ran_bytes = step.peak_bytes
         moment = replace(now.moment, inputs=())
         check_graph = partial(self._check_graph, fitting, now.situation, moment, graph_key(call))
         # Later steps leave room for as many forwards as were seen before a backward; of several, there may be more.
@@ -360,10 +339,8 @@ class PlainCalls(PlainCounter):
 
     def _forget(self, now: CallInProgress) -> None:
         """Drop the counts that cover the sizes of a call."""
-        inputs, tensors = kind_of_inputs(now.call)
-        kind = None if inputs is None else self._kind(now.call, inputs, now.situation, now.parts)
+        kind, sizes = self._kind(now)
         if kind is not None:
-            sizes = sizes_of(tensors)
             kind.fitting = [(most, fitting) for most, fitting in kind.fitting if not covers(most, sizes)]
 
     def _went_further(self, now: CallInProgress, step: PlainStep, made: int) -> None:
@@ -372,7 +349,7 @@ class PlainCalls(PlainCounter):
         known = self.entry.paths_vary
         self.entry.paths |= {step.nodes, made}
         if not known:
-            budget, name = size(self.planner.terms.options.budget_bytes), type(self.model).__name__
+            budget, name = size(self.entry.budget_bytes), type(self.model).__name__
             warnings.warn(
                 f"a forward of {name} ran {made} differentiable operators, but the bytes of its step were counted for "
                 f"{step.nodes}, so that the step may exceed the budget of {budget}; later steps are counted before "
@@ -401,7 +378,7 @@ class PlainCalls(PlainCounter):
         gives gradients a graph, or the `last` one after such backwards. Calls with the same `graph_key` are counted so
         from now on. In a model that has stepped before, none is refused: a warning is given once, and later calls are
         not counted so where it was for derivatives of gradients."""
-        step, budget, counted = fitting.step, self.planner.terms.options.budget_bytes, fitting.step
+        step, budget, counted = fitting.step, self.entry.budget_bytes, fitting.step
         if self._beside_budget.covers(graph):
             return
         margin = self.margin(depends_on_values=step.depends_on_values)
@@ -422,23 +399,18 @@ class PlainCalls(PlainCounter):
             needed = needs(counted.peak_bytes) + beside
             if needs(counted.before_last_bytes if graph.derived and not last else counted.peak_bytes) + beside > budget:
                 if not graph.derived:
-                    if not self.entry.stepped:
-                        raise BudgetError(budget, needed, RETAINED, least=False)
-                    self.entry.warn_beyond(BudgetError(budget, needed, RETAINED, least=False))
+                    self.entry.refuse(BudgetError(budget, needed, RETAINED, least=False))
                     return  # later calls are counted with the kept graph
                 if fitting.call is not None and not self.entry.stepped:
                     if len(graph.derived) == 1 < graph.derived[0] and not graph.parameters:
                         self.note_graph(key, graph.further(2))  # as an equation has
                     most = WORTH_NAMING * budget
                     needed = max(needed, self.runs_from(fitting.call, situation, elsewhere_bytes, most) or 0)
-                others = [one for one in (*self.entry.waiting(), *self.entry.plain_waiting()) if one is not forward]
+                others = [one for one in self.entry.all_waiting() if one is not forward]
                 needed += sum(one.saved_bytes() - one.held_bytes for one in others)  # within more room
                 further = (f"{DIFFERENTIATED}; {TAKEN_WITHIN}",)
-                refused = BudgetError(budget, needed, CREATED, least=False, further=further)
-                if not self.entry.stepped:
-                    raise refused
+                self.entry.refuse(BudgetError(budget, needed, CREATED, least=False, further=further))
                 self.graphs[key], self._beside_budget = before, graph
-                self.entry.warn_beyond(refused)
         if graph.derived:  # of several forwards in one backward, later ones have ended when it reaches its peak
             forward.held_bytes = forward.peak_bytes = counted.derived_bytes
             forward.room_bytes = budget - needs(counted.derived_bytes)
@@ -463,7 +435,7 @@ class PlainCalls(PlainCounter):
         self.entry.later_bytes = max(self.entry.later_bytes, appeared + beside_gradients(self.entry))
         if elsewhere_bytes + further <= fitting.room_bytes:
             return
-        budget = self.planner.terms.options.budget_bytes
+        budget = self.entry.budget_bytes
         needed: int | None = budget - fitting.room_bytes + elsewhere_bytes + further
         if fitting.call is not None:
             needed = self.runs_from(fitting.call, situation, elsewhere_bytes + further, WORTH_NAMING * budget)
@@ -473,10 +445,7 @@ class PlainCalls(PlainCounter):
             f"{size(appeared)} of tensors that appeared between several backwards through one forward, such as "
             "gradients that the caller keeps"
         )
-        refused = BudgetError(budget, needed, reason, least=False)
-        if not self.entry.stepped:
-            raise refused
-        self.entry.warn_beyond(refused)
+        self.entry.refuse(BudgetError(budget, needed, reason, least=False))
 
     def shown(self, road: Road, situation: Situation) -> Plan:
         """The plan by which the latest call would run if its plain step did not fit the budget, to be shown to the
@@ -499,22 +468,26 @@ class PlainCalls(PlainCounter):
             self._shown = self.latest, replace(plan, notes=(*plan.notes, RUNS_PLAIN))
         return self._shown[1]
 
-    def _kind(self, call: Call, inputs: Hashable, situation: Situation, parts: Parts) -> Kind | None:
-        """The counts of calls with such inputs in this situation; None where there are too many kinds already.
+    def _kind(self, now: CallInProgress) -> tuple[Kind | None, Sizes]:
+        """The counts of calls with such inputs in this situation, and the sizes of this call. None in place of the
+        counts where an input may hold tensors that a count does not see, and where there are too many kinds already.
 
         Raises `ValueError` where an input is on another device than the model.
         """
-        parameters = tuple([
-            (parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parts.parameters
-        ])  # fmt: skip
+        situation, parts = now.situation, now.parts
+        inputs, tensors = kind_of_inputs(now.call)
+        sizes = sizes_of(tensors)
+        if inputs is None:
+            return None, sizes
+        parameters = tuple([(one.requires_grad, one.dtype, one.numel()) for one in parts.parameters])
         state = situation.gradients_held, situation.buckets, CallerModes.now(), self.settings.number(parts.modules)
-        key = inputs, parameters, state, self.graph_of(call), parts.parameters[0].device
+        key = inputs, parameters, state, self.graph_of(now.call), parts.parameters[0].device
         if key not in self._kinds:
-            check_device(call, self.model)
+            check_device(now.call, self.model)
             if len(self._kinds) >= _MOST_KINDS:
-                return None
+                return None, sizes
             self._kinds[key] = Kind()
-        return self._kinds[key]
+        return self._kinds[key], sizes
 
     def _more_closely(self, fitting: CountedStep, situation: Situation) -> CountedStep | None:
         """The step counted again with the workspaces of its kernels measured, for a step that does not fit by its first
@@ -522,15 +495,14 @@ class PlainCalls(PlainCounter):
         step exceeds the budget."""
         if not fitting.step.is_bound or fitting.call is None:
             return None
-        budget_bytes = self.planner.terms.options.budget_bytes
-        step = self.count_step(fitting.call, situation, budget_bytes, closely=True)
+        step = self.count_step(fitting.call, situation, self.entry.budget_bytes, closely=True)
         return None if step is None else self.fitting_step(step, fitting.call, situation)
 
     def _has_more_room(self, kind: Kind, now: CallInProgress) -> bool:
         """Whether so many fewer bytes are outside of the step now than when calls were too large that counting this
         call again is worth the time."""
         freed = kind.beside - bytes_beside(now.moment, self.account(now.call, now.situation))
-        return freed >= self.planner.terms.options.budget_bytes // WORTHWHILE
+        return freed >= self.entry.budget_bytes // WORTHWHILE
 
     def _count(self, kind: Kind, now: CallInProgress, sizes: Sizes) -> CountedStep | None:
         call, situation, moment = now.call, now.situation, now.moment
@@ -545,7 +517,7 @@ class PlainCalls(PlainCounter):
 
         derived = bool(self.graph_of(call).derived)
         given: Any = {"closely": moment.others_train or derived, "beside": beside}
-        most = self.planner.terms.options.budget_bytes * (WORTH_NAMING if derived and self.entry.stepped else 1)
+        most = self.entry.budget_bytes * (WORTH_NAMING if derived and self.entry.stepped else 1)
         for batch in (call,) if special else (*grown(call, kind), call):
             step = self.count_step(batch, situation, most, **given)
             if step is not None and (step.depends_on_values or step.draws):
@@ -572,16 +544,15 @@ class PlainCalls(PlainCounter):
         """Whether calls of all sizes may run plain."""
         return self.allowed and (self._whatever_else or not self.planned_ahead)
 
+    @property
     def _nothing_else_wanted(self) -> bool:
         """Whether a plan would only save memory: the options ask for no passes, compiler, calibration, other device,
-        optimizer levers or named precision ("auto" only chooses one for calls that are planned)."""
-        planner = self.planner
-        return not (
-            (planner.terms.options.precision != "auto" and planner.terms.rewriting)
-            or planner.terms.options.passes
-            or planner.terms.options.calibrate
-            or planner.terms.options.hardware
-            or planner.terms.fuses
-            or planner.optimizer_choice.chosen
-            or planner.optimizer_choice.allowed
-        )
+        optimizer levers or named precision ("auto" only chooses one for calls that are planned). Also True where no
+        call can be planned (`only_way`)."""
+        if self._whatever_else:
+            return True
+        terms, choice = self.planner.terms, self.planner.optimizer_choice
+        options = terms.options
+        named = options.precision != "auto" and terms.rewriting
+        others = options.passes or options.calibrate or options.hardware or terms.fuses
+        return not (named or others or choice.chosen or choice.allowed)

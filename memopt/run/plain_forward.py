@@ -1,13 +1,19 @@
-"""Forwards that ran without a plan and whose backward has not run yet."""
+"""Forwards that ran without a plan and whose backward has not run yet; and those that are ended, as they run more
+operators than any that was counted: values, random numbers or settings that change in each step choose how many of a
+model's layers run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch import nn
 
+from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.autograd import (
     FREED,
     KEPT,
@@ -17,15 +23,19 @@ from memopt.compat.autograd import (
     gradients_asked,
     gradients_done,
     keeps_graph,
+    next_node_number,
     nodes_with,
     passes_by,
     retains_graph,
 )
+from memopt.compat.modules import module_calls_seen, modules_compiled
 from memopt.live_objects import live_objects
 from memopt.run.entry import WaitingPlain
 from memopt.run.ledger import Ledger
 from memopt.run.second_run import PlainSecondRun, held_with_second_run
 from memopt.run.until_backward import UntilBackward
+from memopt.saved_values import parameters_restored
+from memopt.training_state import ForwardState, contents_of, refill
 
 WAITS = "memopt waits"
 """The key in the metadata of the autograd nodes of a plain forward's outputs that leads to a list with the forward."""
@@ -56,8 +66,6 @@ class PlainForward(WaitingPlain):
         gradients_asked(self)
 
     def free_saved(self) -> int:
-        """Free what the forward has saved, and make its backward run the forward a second time. Returns the bytes
-        freed; 0 where it cannot be run again."""
         if (second_run := self.second_run) is None:
             return 0
         self.second_run, kept = None, {one.address for one in self.outputs}
@@ -70,7 +78,6 @@ class PlainForward(WaitingPlain):
         return freed
 
     def saved_bytes(self) -> int:
-        """The bytes that the forward would hold until its backward if `free_saved` had freed nothing."""
         return self.held_bytes + self._freed_bytes
 
     def end(self) -> None:
@@ -119,3 +126,44 @@ class PlainForward(WaitingPlain):
             nodes: set[Any] = {one.grad_fn for one in found if one is not None and one.grad_fn is not None}
             for node in nodes:
                 node.metadata[WAITS] = [*node.metadata.get(WAITS, ()), self]
+
+
+class LongerPath(BaseException):
+    """Ends a forward that runs more operators than were counted; the forward is undone. It is no `Exception`, so that
+    code of the model that handles errors does not catch it."""
+
+
+_looked: WeakSet[nn.Module] = WeakSet()
+"""The models of which it is known to which parameters their forward writes."""
+
+
+@contextmanager
+def ends_beyond(model: nn.Module, call: Call, most_nodes: float) -> Iterator[None]:
+    """A context around the forward of `model` for `call`. If the forward makes more than `most_nodes` autograd nodes,
+    it is undone and `LongerPath` is raised. Nodes are counted before each module runs, and at the context's end.
+
+    A model's first forward in such a context is never ended: it shows which parameters the forward writes to. Nor is
+    one that has written to a large buffer, which could not be undone."""
+    if model not in _looked:
+        with parameters_restored(model, restore=False):
+            yield
+        _looked.add(model)
+        return
+    before, contents = ForwardState.of(model, tensors_in(call), ()), contents_of(call)
+    ended, last = False, next_node_number() + most_nodes
+
+    def look() -> None:
+        if next_node_number() > last and before.can_be_undone():
+            raise LongerPath
+
+    try:
+        with nullcontext() if modules_compiled(model) else module_calls_seen(look):
+            yield
+        look()
+    except LongerPath as longer:
+        longer.with_traceback(None)  # its frames hold what the forward made
+        ended = True
+    if ended:
+        before.undo()
+        refill(contents)
+        raise LongerPath

@@ -82,16 +82,13 @@ class PlansOfRegions:
         """Make the first run of a captured call in this situation use `plan`, which was made before that run."""
         self._plans[captured.regions[0], situation, tuple(captured.sizes.allowed.values())] = plan
 
-    def forget(self) -> None:
-        """Drop all plans and emitted code, so that calls are planned again; captured calls stay."""
+    def forget(self, *, captured: bool = False) -> None:
+        """Drop all plans and emitted code, so that calls are planned again; captured calls stay unless `captured`."""
         self._plans.clear()
         self._emitted.clear()
         self._refused.clear()
-
-    def forget_captured(self) -> None:
-        """Drop all plans and emitted code, as `forget` does, and the captured calls too."""
-        self.forget()
-        self._captured.clear()
+        if captured:
+            self._captured.clear()
 
     def fitting(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> Executable:
         """The plan that a call of this region runs by, with its code; its step fits the budget together with all else

@@ -25,8 +25,6 @@ from memopt.compat.tensors import is_sharded, is_view
 from memopt.errors import BudgetError, RankError
 from memopt.planning.terms import Buckets
 
-"""An error of a rank as plain data, to be sent to the others: its kind, and the arguments it is made from."""
-
 
 class Ranks:
     """The ranks that train one model, by number. They communicate in a process group of their own, through the host's
@@ -44,7 +42,7 @@ class Ranks:
     def check_terms(self, terms: Mapping[str, str]) -> None:
         """Raise `ValueError`, with the same message on all ranks, where ranks differ in `terms`: options, code or
         versions."""
-        found = self._from_all(dict(terms))
+        found = self.gathered(dict(terms))
         different = [
             f"{name} is {_by_rank(self.numbers, [str(given.get(name, 'unknown')) for given in found])}"
             for name in found[0]
@@ -74,7 +72,7 @@ class Ranks:
         failed, least, most = self._over_all(failed=failure is not None, offered=offered)
         if not failed:
             return least, most
-        told = self._from_all(None if failure is None else _told(failure))
+        told = self.gathered(None if failure is None else _told(failure))
         named = max((one.smallest_bytes for one in told if isinstance(one, BudgetError)), default=0)
         told = [one.adding(smallest_bytes=named) if isinstance(one, BudgetError) else one for one in told]
         number, first = next((number, one) for number, one in zip(self.numbers, told, strict=True) if one is not None)
@@ -86,10 +84,6 @@ class Ranks:
             raise refused.with_traceback(failure.__traceback__) from failure.__cause__
         raise failure
 
-    def gathered(self, value: Any) -> list[Any]:
-        """The `value` of every rank, in the order of rank numbers, on all ranks."""
-        return self._from_all(value)
-
     def _over_all(self, *, failed: bool, offered: int) -> tuple[bool, int, int]:
         """Whether any rank has failed, and the smallest and the largest number offered."""
         if self._group is None:
@@ -100,7 +94,8 @@ class Ranks:
         any_failed, least, most = largest.tolist()
         return bool(any_failed), -least, most
 
-    def _from_all(self, value: Any) -> list[Any]:
+    def gathered(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in the order of rank numbers, on all ranks."""
         found: list[Any] = [value] * len(self.numbers)
         if self._group is not None:
             with _all_there():
@@ -137,17 +132,13 @@ def _error(told: BudgetError | str, number: int) -> Exception:
 
 
 def _by_rank(numbers: list[int], texts: list[str]) -> str:
-    """Each text once, with the ranks that have it."""
+    """Each text once, with the ranks that have it: the first four, and how many more."""
     owners: dict[str, list[int]] = {}
     for number, text in zip(numbers, texts, strict=True):
         owners.setdefault(text, []).append(number)
-    return ", ".join(f"{text} on rank{'s' * (len(own) > 1)} {_few(own)}" for text, own in owners.items())
-
-
-def _few(numbers: list[int]) -> str:
-    """A list of numbers as text: the first four, and how many more."""
-    shown = ", ".join(map(str, numbers[:4]))
-    return f"{shown} and {len(numbers) - 4} more" if len(numbers) > 4 else shown
+    few = {text: ", ".join(map(str, own[:4])) for text, own in owners.items()}
+    few |= {text: f"{few[text]} and {len(own) - 4} more" for text, own in owners.items() if len(own) > 4}
+    return ", ".join(f"{text} on rank{'s' * (len(own) > 1)} {few[text]}" for text, own in owners.items())
 
 
 class DataParallel:
@@ -236,8 +227,7 @@ class DataParallel:
                 f"{type(self.model).__name__} is split by parallelize_module and in DistributedDataParallel, which "
                 "memopt does not plan together; use one of the two"
             )
-        self._ranks = None
-        self._wrapper = weakref.ref(wrapper)
+        self._ranks, self._wrapper = None, weakref.ref(wrapper)
 
 
 def _exchanges(wrapper: DistributedDataParallel) -> bool:

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dry_run import DryRun, as_run_later, cut_off, record_dry_run
 from memopt.capture.dynamic_shapes import marked
-from memopt.capture.dynamo import TooManyShapes, compile_call
+from memopt.capture.dynamo import TooManyShapes, compile_call, training_call
 from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
 from memopt.capture.region import RecordedRegion
@@ -57,10 +57,6 @@ _ATTEMPTS = 8
 _MOST_VARIANTS = 1024
 """The number of emitted regions that are kept, one for each region and schedule."""
 _UNPLANNED_BETWEEN = "the unplanned tensors of code between the regions"
-
-
-def _no_limit() -> float:
-    return math.inf
 
 
 class OtherPathTaken(CaptureError):
@@ -114,27 +110,15 @@ class RecordedCalls:
     region the plan is chosen in the stub, since the guards tell which region it is. Several regions are planned
     together before the first of them runs; a forward that takes another path is undone and started again."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        to_capture: Callable[[], Callable[..., Any]],
-        road: Road,
-        keeping: Keeping,
-        bounds: SizeBounds,
-        notice: Notice,
-        *,
-        whole: bool,
-        differentiate_all: bool,
-        unplanned_allowed: bool,
-    ) -> None:
-        self.model, self.to_capture, self.road, self.keeping = model, to_capture, road, keeping
-        self.whole, self.differentiate_all, self.unplanned_allowed = whole, differentiate_all, unplanned_allowed
+    def __init__(self, road: Road, keeping: Keeping, bounds: SizeBounds, notice: Notice, *, whole: bool) -> None:
+        self.model, self.road, self.keeping, self.whole = road.planner.terms.model, road, keeping, whole
+        self._differentiate_all = road.planner.differentiate_all or not whole
         self.regions = PlansOfRegions(road, bounds)
-        self.paths = PlansOfPaths(model, road, keeping, self._captured_again)
+        self.paths = PlansOfPaths(road, keeping, self._captured_again)
         self.ran_unplanned = False
         self._notice = notice
         self._in_progress: CallInProgress | None = None
-        self._most_between: Callable[[], float] = _no_limit
+        self._most_between: Callable[[], float] | None = None
         """Returns the bytes that code between the regions of the current call may hold while it is recorded."""
         self._forward: _Forward | None = None
         self._dry_run: DryRun | None = None
@@ -147,13 +131,15 @@ class RecordedCalls:
         """Whether recorded code changes Python objects (`RecordedRegion.changes_objects`), so that no part of it may
         run a second time; None before any was recorded."""
         # torch 2.13 cannot trace every DTensor whose sizes are symbols: of split models each size has its own capture.
-        self._symbols = not (whole and is_tensor_parallel(model))
+        self._symbols = not (whole and is_tensor_parallel(self.model))
         self._compile()
 
     def _compile(self) -> None:
-        narrowed = self.road.planner.optimizer_choice.floats if self.whole else None
-        self._backend = recording(self.run_region, differentiate_all=self.differentiate_all, narrowed=narrowed)
-        self._compiled = compile_call(self.to_capture(), self._backend, whole=self.whole, symbols=self._symbols)
+        floats = self.road.planner.optimizer_choice.floats
+        narrowed = floats if self.whole else None
+        to_capture = training_call(self.model, self.road.planner.loss_fn, floats)
+        self._backend = recording(self.run_region, differentiate_all=self._differentiate_all, narrowed=narrowed)
+        self._compiled = compile_call(to_capture, self._backend, whole=self.whole, symbols=self._symbols)
 
     def capture_whole(self, call: Call) -> CapturedCall | None:
         """Capture a call as one region without running it; None where torch.compile does not compile the model. Raises
@@ -190,7 +176,7 @@ class RecordedCalls:
     def _captured_again(self, call: Call, reason: str) -> CapturedCall:
         """Capture a call on its values right before it runs, so that it runs the captured regions."""
         with stage("capturing"):
-            return self.capture(call, reason, self._most_between())
+            return self.capture(call, reason, self._most_between() if self._most_between else math.inf)
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Make later calls of the same kind as `call` run, in this situation, by `plan`, which was made before their
@@ -232,7 +218,7 @@ class RecordedCalls:
                 self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
                 return self._run_a_path(in_progress, self.paths.of(call, first))
             finally:
-                self._most_between = _no_limit  # the other function keeps the call alive
+                self._most_between = None  # it keeps the call alive
         self._in_progress = in_progress
         try:
             return self._call_whole(in_progress.call)
@@ -247,7 +233,7 @@ class RecordedCalls:
             try:
                 return self._compiled(*call[0], **call[1])
             except TooManyShapes:
-                self.regions.forget_captured()
+                self.regions.forget(captured=True)
                 self._compile()
                 return self._compiled(*call[0], **call[1])
 
@@ -261,7 +247,7 @@ class RecordedCalls:
         attempts = 1 if Gathered(self.model) else _ATTEMPTS
         for attempt in range(attempts):
             path = untried.pop(0)
-            paths.move_to_front(path)
+            paths.calls = [path, *(other for other in paths.calls if other is not path)]
             try:
                 return self._run_path(in_progress, paths, last=attempt == attempts - 1)
             except Exception as failed:
@@ -289,7 +275,8 @@ class RecordedCalls:
         pending.gathered = gathered = Gathered(self.model)
         pending.whole_gradients = gathered.gradient_bytes
         pending.first_node = next_node_number()
-        self._forward = _Forward(pending, planned, may_run_unplanned=last and self.unplanned_allowed)
+        unplanned = last and "plain" in self.road.planner.terms.options.allow
+        self._forward = _Forward(pending, planned, may_run_unplanned=unplanned)
         try:
             result = self._compiled(*in_progress.call[0], **in_progress.call[1])
             lacking = paths.lacking(planned.plan, pending.note_made_between(result))
@@ -323,20 +310,19 @@ class RecordedCalls:
         emitted = forward.planned.region or self._next(region, inputs, forward)
         if emitted is None:
             return region.graph_module(*inputs)
-        pending, own_run = forward.pending, emitted.run
-        given = self._in_progress.moment.inputs if self._in_progress else ()
-        weak = WeakInputs.of(inputs, given) if self._in_progress else None
-        if weak is not None and self._may_run_twice(pending):
-            written = region.written | set(forward.planned.step.regions[0].statistics)
-            pending.second_run = SecondRun.of(written, inputs, weak, own_run, pending.before)
-        if region.changed is None and self._in_progress is not None:
-            watched = WatchedInputs.of(region, inputs, self.model, self._plan_again)
-            copies = watched.copies(pending.plan, self._in_progress.moment)
-            inputs = tuple(copies.get(number, value) for number, value in enumerate(inputs))
-            pending.backward_begins, pending.copies = watched.look, tuple(weak_storages(copies.values()))
-            weak = WeakInputs.of(inputs, given) if copies else weak
-
-        if self.whole:
+        pending, own_run, weak = forward.pending, emitted.run, None
+        if self._in_progress is not None:
+            moment = self._in_progress.moment
+            weak = WeakInputs.of(inputs, moment.inputs)
+            if self._may_run_twice(pending):
+                written = region.written | set(forward.planned.step.regions[0].statistics)
+                pending.second_run = SecondRun.of(written, inputs, weak, own_run, pending.before)
+            if region.changed is None:
+                watched = WatchedInputs.of(region, inputs, self.model, self._plan_again)
+                copies = watched.copies(pending.plan, moment)
+                inputs = tuple(copies.get(number, value) for number, value in enumerate(inputs))
+                pending.backward_begins, pending.copies = watched.look, tuple(weak_storages(copies.values()))
+                weak = WeakInputs.of(inputs, moment.inputs) if copies else weak
             inputs = placed(inputs, pending.plan.regions[0].hosted)
 
         def run(*values: Any) -> Any:
@@ -361,11 +347,10 @@ class RecordedCalls:
     def _may_run_twice(self, forward: PendingForward) -> bool:
         """Whether a forward in one region may be run a second time by its plan, so that its saved values can be freed
         until its backward: the second run must give the same values, and no other rank may take part."""
-        terms, plan = self.road.planner.terms, forward.plan
+        terms, allow = self.road.planner.terms, self.road.planner.terms.options.allow
         alone = self.road.accumulation.exchange is None and not is_fully_sharded(terms.model)
-        own_values = not any(one.steps or one.hosted for one in plan.regions)
-        same = own_values and not terms.fuses and "fp8" not in terms.options.allow
-        return "recompute" in terms.options.allow and alone and same
+        own_values = not any(one.steps or one.hosted for one in forward.plan.regions)
+        return "recompute" in allow and alone and own_values and not terms.fuses and "fp8" not in allow
 
     def _plan_again(self) -> None:
         """Have calls in one region planned again, after the caller has changed an input in place."""
@@ -398,10 +383,9 @@ class RecordedCalls:
                 "'plain' to allow to run it unplanned"
             )
         forward.runs = found.number + 1
-        limits = planned.limits(found.number) if region.depends_on_data else {}
-        plan = planned.plan
-        held = plan.account.gradients_held
-        key = region, found.schedule, found.joint.parameter_inputs, held, tuple(sorted(limits.items()))
+        limits, plan = planned.limits(found.number) if region.depends_on_data else {}, planned.plan
+        parameters, held = found.joint.parameter_inputs, plan.account.gradients_held
+        key = region, found.schedule, parameters, held, tuple(sorted(limits.items()))
         if key not in self._emitted:
             self._emitted[key] = emit_region(found.joint, found.schedule, self.road.accumulation, limits, plan)
         return self._emitted[key]
@@ -428,4 +412,4 @@ class RecordedCalls:
         joints = plan.captured.regions if self.whole and plan.captured is not None else ()
         only_read = joints[0].inputs_without_gradients if joints else ()
         noted = planner.differentiate_outputs
-        return Replay(region, inputs, weak, forward, forward.before, prevented, only_read, noted)
+        return Replay(region, inputs, weak, forward, prevented, only_read, noted)

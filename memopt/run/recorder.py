@@ -6,23 +6,21 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import nn
 
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import is_real
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamic_shapes import Place, declared_sizes
-from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line, training_call
+from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line
 from memopt.capture.inputs import Call, call_signature, leaf_name, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.compat.autograd import stops_recomputation
 from memopt.errors import BudgetError, CaptureError
 from memopt.lru import LruCache
-from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
@@ -33,7 +31,7 @@ from memopt.run.recorded_calls import OtherPathTaken, RecordedCalls
 from memopt.run.road import Road
 from memopt.run.settings import Settings
 from memopt.run.sharding import Keeping, check_unbroken
-from memopt.run.sizes import SizeBounds, covers
+from memopt.run.sizes import Shapes, SizeBounds, cover, tensor_shapes
 
 _MOST_BREAKS = 256
 """The number of call signatures that are remembered to break into regions."""
@@ -41,8 +39,6 @@ _MOST_ERRORS = 64
 """The number of calls that are remembered to have no graph."""
 _MOST_VALUES = 32
 """The number of captures that are kept for values of constant sizes (`SizeBounds.fixed`): those used last."""
-
-Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Recorder:
@@ -54,13 +50,11 @@ class Recorder:
     One capture with symbolic sizes serves all calls in one region, until the model turns out to need a size as a
     constant, for instance because it branches on it. From then on each value of that size gets a capture of its own."""
 
-    def __init__(
-        self, model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None, road: Road, keeping: Keeping
-    ) -> None:
-        self.model, self.options, self.loss_fn, self.road, self.keeping = model, options, loss_fn, road, keeping
-        self.planner = road.planner
+    def __init__(self, road: Road, keeping: Keeping) -> None:
+        self.road, self.keeping, self.planner = road, keeping, road.planner
+        self.model, self.options = road.planner.terms.model, road.planner.terms.options
         self.size_bounds = SizeBounds(self.declared)
-        self._settings = Settings(model)
+        self._settings = Settings(self.model)
         self._breaks: LruCache[str, str] = LruCache(_MOST_BREAKS)
         """The reason why a call breaks into regions, by its signature."""
         self._errors: LruCache[tuple[str, int], str] = LruCache(_MOST_ERRORS)
@@ -87,18 +81,7 @@ class Recorder:
 
     def _new(self, *, whole: bool) -> RecordedCalls:
         """A recording of calls in one region, or in several, without any region yet."""
-        to_capture = partial(training_call, self.model, self.loss_fn, self.planner.optimizer_choice.floats)
-        return RecordedCalls(
-            self.model,
-            to_capture,
-            self.road,
-            self.keeping,
-            self.size_bounds,
-            self._notice,
-            whole=whole,
-            differentiate_all=self.planner.differentiate_all or not whole,
-            unplanned_allowed="plain" in self.options.allow,
-        )
+        return RecordedCalls(self.road, self.keeping, self.size_bounds, self._notice, whole=whole)
 
     @property
     def broken(self) -> RecordedCalls:
@@ -126,7 +109,7 @@ class Recorder:
         graph."""
         if self._terms is None:
             return False
-        serving = self._own.get(self._values(_shapes(call))) if self.size_bounds.fixed else self._first
+        serving = self._own.get(self._values(tensor_shapes(call))) if self.size_bounds.fixed else self._first
         return serving is not None and serving.has_symbols
 
     def lacks_smaller(self, call: Call) -> bool:
@@ -134,10 +117,10 @@ class Recorder:
         batch of an epoch may be such a call."""
         if self._terms is None or self.breaks or self.serves_all_sizes(call):
             return False
-        shapes = _shapes(call)
+        shapes = tensor_shapes(call)
         if shapes in self._first_shapes or (self.size_bounds.fixed and self._values(shapes) in self._own):
             return False
-        return any(_cover(larger, shapes) for larger, _ in self._first_shapes.items())
+        return any(cover(larger, shapes) for larger, _ in self._first_shapes.items())
 
     @property
     def may_run_twice(self) -> bool:
@@ -180,16 +163,6 @@ class Recorder:
     def run(self, in_progress: CallInProgress) -> Any:
         """Run a call by its plan, which is made if there is none. Raises `BudgetError` where no plan fits, and
         `CaptureError` where the call cannot be captured."""
-        try:
-            return self._run(in_progress)
-        except (BudgetError, CaptureError):
-            raise
-        except Exception as error:
-            if not stops_recomputation(error):  # an error of the model itself
-                self.forget_errors()
-            raise
-
-    def _run(self, in_progress: CallInProgress) -> Any:
         call = in_progress.call
         if self._errors and (text := self._errors.get(self._state(call))):
             raise CaptureError(text)
@@ -202,11 +175,15 @@ class Recorder:
                     check_unbroken(self.model, str(broken))
                     reason = self._breaks[call_signature(call)] = str(broken)
             return self.broken.run(in_progress, partial(self._in_regions, call, reason, in_progress.most_between))
-        except (OtherPathTaken, TooManyShapes, EagerCodeTooLargeError):
+        except (BudgetError, OtherPathTaken, TooManyShapes, EagerCodeTooLargeError):
             raise
         except CaptureError as error:
             self._errors[self._state(call)] = str(error)
             self._breaks.clear()  # once the model has changed, it may be one region
+            raise
+        except Exception as error:
+            if not stops_recomputation(error):  # an error of the model itself
+                self.forget_errors()
             raise
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
@@ -255,7 +232,7 @@ class Recorder:
     def declared(self, call: Call) -> dict[Place, int | None]:
         """The dimensions of a call's tensors that the user declares to change (`dynamic`), each with its largest size;
         None where no largest size was declared."""
-        return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.loss_fn is not None)
+        return declared_sizes(self.options.dynamic, call, self.model, with_targets=self.planner.loss_fn is not None)
 
     def _in_regions(
         self, call: Call, reason: str, most_between: Callable[[], float] = lambda: math.inf
@@ -295,7 +272,7 @@ class Recorder:
             return result
         name = type(self.model).__name__
         raise CaptureError(
-            f"{name} was captured for exactly {_shapes(call)}, and yet the capture is not valid for them; "
+            f"{name} was captured for exactly {tensor_shapes(call)}, and yet the capture is not valid for them; "
             "this is a fault of memopt: report it with these shapes"
         )
 
@@ -303,15 +280,15 @@ class Recorder:
         """The recording that serves a call in one region."""
         self._in_present_terms()
         if not self.size_bounds.fixed:
-            self._first_shapes[_shapes(call)] = True
+            self._first_shapes[tensor_shapes(call)] = True
             return self._first
-        key = self._values(_shapes(call))
+        key = self._values(tensor_shapes(call))
         known = any(self._values(shapes) == key for shapes, _ in self._first_shapes.items())
         return self._first if known and key not in self._own else self._own_of(call)
 
     def _own_of(self, call: Call) -> RecordedCalls:
         """The recording for this call's values of the sizes that the model needs as constants."""
-        key = self._values(_shapes(call))
+        key = self._values(tensor_shapes(call))
         if key not in self._own:
             self._own[key] = self._new(whole=True)
         return self._own[key]
@@ -336,14 +313,3 @@ class Recorder:
 
     def _state(self, call: Call) -> tuple[str, int]:
         return call_signature(call), self._settings.number()
-
-
-def _shapes(call: Call) -> Shapes:
-    return tuple([tuple(tensor.shape) for tensor in tensors_in(call)])
-
-
-def _cover(larger: Shapes, shapes: Shapes) -> bool:
-    """Whether two calls have as many tensors, of as many dimensions, and no size of `shapes` is above that of
-    `larger`."""
-    alike = list(map(len, larger)) == list(map(len, shapes))
-    return alike and all(covers(most, shape) for most, shape in zip(larger, shapes, strict=True))

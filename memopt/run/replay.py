@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +17,15 @@ from memopt.compat.autograd import is_batched, keeps_graph, note_reached
 from memopt.compat.host import device_among
 from memopt.compat.tensors import storage_key
 from memopt.errors import UnplannedGradientError
-from memopt.random_states import generator_states, set_generators
 from memopt.run.on_demand import Later
 from memopt.run.pending import PendingForward
-from memopt.run.second_run import WeakInputs
-from memopt.training_state import CallState, generators_before
+from memopt.run.second_run import WeakInputs, as_before
+from memopt.training_state import generators_before
 
 
 class Replay:
-    """Runs a second forward of one call, from the state `before` in which the first one began, for gradients that the
-    plan does not compute. Hardly any work is done before one is needed.
+    """Runs a second forward of one call, from the state in which the first one began (`forward.before`), for gradients
+    that the plan does not compute. Hardly any work is done before one is needed.
 
     `weak` has the inputs of the region without keeping the caller's tensors alive. `prevented` says in words why a
     second forward cannot give the gradients, and is empty if it can. `only_read` has the positions of inputs that
@@ -41,12 +39,11 @@ class Replay:
         inputs: Sequence[Any],
         weak: WeakInputs | None,
         forward: PendingForward,
-        before: CallState | None,
         prevented: str,
         only_read: Collection[int],
         noted: Callable[[], None],
     ) -> None:
-        self.region, self.forward, self.noted, self.before = region, forward, noted, before
+        self.region, self.forward, self.noted, self.before = region, forward, noted, forward.before
         tensors = {number: value for number, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         self.prevented, self._only_read = prevented, only_read
         self._inputs = None if prevented else weak
@@ -58,7 +55,7 @@ class Replay:
         self.leaves: Sequence[torch.Tensor] = () if prevented else differentiated
         """The region's inputs that require gradients; empty where there is no second forward."""
         self.device = device_among(list(tensors.values()))
-        self.generators = generators_before(before, self.device)
+        self.generators = generators_before(self.before, self.device)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
@@ -76,8 +73,7 @@ class Replay:
         Raises `UnplannedGradientError` where no second forward can give them."""
         shape = tuple(next(iter(of.values())).shape)
         what = f"a gradient flows into an output of shape {shape}, but the plan differentiates only the loss"
-        mend = "optimise with outputs='all' to plan for the gradients of all outputs"
-        self._check(what, mend)
+        self._check(what, mend := "optimise with outputs='all' to plan for the gradients of all outputs")
         leaves, outputs = self._second_forward(detach=True)
         found = _gradients_of(outputs, of, leaves)
         self.noted()
@@ -124,8 +120,8 @@ class Replay:
         """Run the forward again; returns the inputs that require gradients, as `_arguments` made them, and the
         outputs."""
         arguments = self._arguments(require_grad=True, detach=detach)
-        with self._as_before():
-            assert self.region.plain is not None
+        assert self.region.plain is not None
+        with torch.enable_grad(), as_before(self.generators, self.device, self.autocast):
             outputs = self.region.plain(*arguments)
         return [one for one in arguments if isinstance(one, torch.Tensor) and one.requires_grad], outputs
 
@@ -137,10 +133,8 @@ class Replay:
         flows to it through other outputs, whose gradients `given` has by position. Reading the tensor raises
         `UnplannedGradientError` where no second forward can give it."""
         strides = torch.empty(kind.shape, device="meta").stride()
-        all_given = given if own is None else {position: own, **given}
-        return _InnerGradient(self, position, kind, all_given).on_demand(
-            0, kind.shape, strides, kind.dtype, kind.device
-        )
+        later = _InnerGradient(self, position, kind, given if own is None else {position: own, **given})
+        return later.on_demand(0, kind.shape, strides, kind.dtype, kind.device)
 
     def gradient_at(self, position: int, kind: TensorKind, given: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The gradient of the output at `position`, computed now by a second forward; `given` has the gradients of
@@ -155,7 +149,7 @@ class Replay:
         assert region.plain is not None
         # Gradients of parameters are needed only if the graph behind the output is.
         arguments = self._arguments(require_grad=region.takes_derivatives or is_written(region.plain, position))
-        with self._as_before():
+        with torch.enable_grad(), as_before(self.generators, self.device, self.autocast):
             outputs, leaf = run_from(region.plain, position, arguments)
         (found,) = _gradients_of(outputs, given, [leaf])
         assert found is not None
@@ -198,17 +192,6 @@ class Replay:
                 arguments[number] = kept.clone()
         return arguments
 
-    @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """A context with the random generators and the autocast of the first forward."""
-        now, (enabled, dtype) = generator_states(self.device), self.autocast
-        try:
-            set_generators(self.generators, self.device)
-            with torch.enable_grad(), torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False):
-                yield
-        finally:
-            set_generators(now, self.device)
-
 
 def _gradients_of(
     outputs: Sequence[torch.Tensor],
@@ -249,29 +232,26 @@ def hand_out(
     gradients that flows to them through those further outputs; `replay` computes it when such a gradient is read.
     Without `replay`, neither is possible, nor a backward with `create_graph=True`.
     """
-    handed = list(outputs)
-    handled = [
-        position for position, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+    handed = dict(enumerate(outputs))
+    handled = [at for at, value in handed.items() if isinstance(value, torch.Tensor) and value.requires_grad]
     leaves = () if replay is None else replay.leaves
     if handled:
         hand_out_all: Any = _HandOut.apply
         values = hand_out_all(forward, replay, handled, *[outputs[position] for position in handled], *leaves)
-        for position, value in zip(handled, values, strict=True):
-            handed[position] = value
+        handed.update(zip(handled, values, strict=True))
     if others:
         beside: Any = _Replayed.apply
         positions = sorted(others)
         leaves = leaves or [outputs[position] for position in handled[:1]]  # makes them require a gradient
         values = beside(replay, positions, *[outputs[position] for position in positions], *leaves)
-        for position, value in zip(positions, values, strict=True):
-            handed[position] = value
+        handed.update(zip(positions, values, strict=True))
+    given = tuple(handed.values())
     if feeds and replay is not None:
-        inner = InnerOutputs(handed, feeds, replay)
-        nodes: set[Any] = {value.grad_fn for value in handed if isinstance(value, torch.Tensor)} - {None}
+        inner = InnerOutputs(given, feeds, replay)
+        nodes: set[Any] = {value.grad_fn for value in given if isinstance(value, torch.Tensor)} - {None}
         for node in nodes:
             node.inner = inner
-    return tuple(handed)
+    return given
 
 
 class _HandOut(torch.autograd.Function):

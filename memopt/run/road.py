@@ -61,12 +61,9 @@ class Road:
     """Takes the captured calls of one model through all later stages, from rewriting to emitted code. A plan from disk
     replaces rewriting, pricing and solving. `planning` is called with a call whenever its planning begins."""
 
-    def __init__(
-        self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[Call], None] = lambda call: None
-    ) -> None:
-        self.planner, self.accumulation = planner, accumulation
+    def __init__(self, planner: CallPlanner, accumulation: Accumulation, planning: Callable[[Call], None]) -> None:
+        self.planner, self.accumulation, self._begins = planner, accumulation, planning
         self._emit = partial(emit_plan, accumulation=accumulation)
-        self._begins = planning
         self.plans = 0
         """The number of plans that were made or read from disk."""
         self.planning_seconds = 0.0
@@ -180,16 +177,14 @@ class Road:
         run of the call the index of the same run in `plan`, whose schedule it keeps, or None for a new run, which
         recomputes nothing. Returns None where a search is needed, for instance because such a plan exceeds the
         budget. Raises `CaptureError` where the graphs cannot be rewritten or priced."""
-        of_plan = plan.captured
+        planner, of_plan = self.planner, plan.captured
         assert of_plan is not None
-        planner = self.planner
         recorded = Recorded(planner, captured, call, situation)
-        sets = [levers for levers in planner.terms.lever_sets if levers == of_plan.rewriting]
-        if not sets or plan.proposals or situation.to_come:
+        if of_plan.rewriting not in planner.terms.lever_sets or plan.proposals or situation.to_come:
             return None
         with self._planning(call), planner.accounts.one_look(call, situation):
             try:
-                traced = recorded.trace(sets[0])
+                traced = recorded.trace(of_plan.rewriting)
             except NothingToRewrite:
                 return None
             found = extended(plan, traced.price(traced.account()), known)

@@ -6,7 +6,6 @@ import copyreg
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,14 +48,14 @@ class SafetyNet:
 
     `plan_tighter`, called with a number of bytes, drops the plans; later plans leave that much of the budget free."""
 
-    def __init__(self, model: nn.Module, entry: Entry, plan_tighter: Callable[[int], None]) -> None:
-        self.model, self.entry, self.plan_tighter = model, entry, plan_tighter
+    def __init__(self, entry: Entry, plan_tighter: Callable[[int], None]) -> None:
+        self.model, self.entry, self.plan_tighter = entry.model, entry, plan_tighter
         self.unforeseen_bytes = 0
         """The bytes of the budget that are left free since allocations failed."""
         self.before: CallState | None = None
         """The state of the model before the running call."""
-        self._forwards_before = 0
-        """The number of forwards that had begun before the running call."""
+        self._latest_before: object = None
+        """`Entry.latest` before the running call."""
         self._plain_bytes = 0
         """The bytes that the step of the latest plain call is counted to hold; 0 if the latest call was not plain."""
 
@@ -73,9 +72,8 @@ class SafetyNet:
         that fails by an error of the model's own code is undone and raises what `as_plain_fails` returns for it.
 
         Raises `StepMemoryError` where no such plan works either, and where the call could not be undone."""
-        before, self._forwards_before = CallState.of(self.model, inputs), self.entry.begun
-        self._plain_bytes = 0
-        self.before = before
+        self.before = before = CallState.of(self.model, inputs)
+        self._latest_before, self._plain_bytes = self.entry.latest, 0
         try:
             try:
                 return attempt(before)
@@ -119,14 +117,12 @@ class SafetyNet:
             return None
         forward.after_backward()  # it gets no backward
         failure.with_traceback(None)  # its frames hold the forward's tensors
-        undone = before.undo()
-        self._tighten(*_held_by(forward.plan))
-        return self._error(failure, _by_plan(forward.plan), "forward", undone=undone)
+        return self._planned_failed(failure, forward.plan, "forward", undone=before.undo())
 
     def _begun(self) -> Any:
         """The planned forward that has begun in the running call; None where none has."""
         latest = self.entry.latest
-        return None if latest is None or self.entry.begun == self._forwards_before else latest()
+        return None if latest is None or latest is self._latest_before else latest()
 
     def backward_failed(self, failure: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """Undo the call in whose backward an allocation failed (gradients, buffers and random states), and plan later
@@ -136,10 +132,9 @@ class SafetyNet:
         if not forwards:
             return failure
         undone = [forward.undo() for forward in forwards]
-        plan = forwards[0].plan
-        self._tighten(*_held_by(plan))
         # Other forwards that this backward has not reached yet are not undone.
-        return self._error(failure, _by_plan(plan), "backward", undone=all(undone) and len(forwards) == 1)
+        undone_all = all(undone) and len(forwards) == 1
+        return self._planned_failed(failure, forwards[0].plan, "backward", undone=undone_all)
 
     def run_plain(self, attempt: Callable[[], Any], inputs: Iterable[torch.Tensor], needed_bytes: int) -> Any:
         """Run a call without a plan by `attempt`; its step was counted to hold `needed_bytes`, and `inputs` are its
@@ -160,6 +155,14 @@ class SafetyNet:
         """Plan later calls to hold less, as an allocation failed in the backward of a plain call. Returns the
         `StepMemoryError` to raise; `failure` itself, with nothing done, where the latest call did not run plain."""
         return self._plain_failed(failure, "backward", undone=False) if self._plain_bytes else failure
+
+    def _planned_failed(
+        self, failure: torch.OutOfMemoryError, plan: Plan, half: str, *, undone: bool
+    ) -> StepMemoryError:
+        self._tighten(plan.ceiling_bytes - plan.account.unforeseen, plan.budget_bytes)
+        rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
+        held = f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)}"
+        return self._error(failure, f"planned to hold {held} (at {plan.planned.at}: {rows})", half, undone=undone)
 
     def _plain_failed(self, failure: torch.OutOfMemoryError, half: str, *, undone: bool) -> StepMemoryError:
         needed, self._plain_bytes = self._plain_bytes, 0
@@ -193,44 +196,19 @@ def tighter(held_bytes: int) -> int:
     return held_bytes - held_bytes // _TIGHTER
 
 
-def _held_by(plan: Plan) -> tuple[int, int]:
-    """The bytes that a plan is to hold, and those of its budget."""
-    return plan.ceiling_bytes - plan.account.unforeseen, plan.budget_bytes
-
-
-def _by_plan(plan: Plan) -> str:
-    """The bytes that a plan is to hold, as text with the largest rows of its account."""
-    rows = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.planned.rows[:_ROWS])
-    held = f"{size(plan.predicted_peak_bytes)} of a budget of {size(plan.budget_bytes)}"
-    return f"planned to hold {held} (at {plan.planned.at}: {rows})"
-
-
-@dataclass(frozen=True, eq=False)
 class GradientsBefore:
-    """References to a model's gradients before a backward, and their versions: nothing is copied, as a backward adds to
-    gradients in place."""
+    """References to the gradients of parameters before a backward, and their versions: nothing is copied, as a backward
+    adds to gradients in place."""
 
-    parameters: tuple[tuple[nn.Parameter, weakref.ref[torch.Tensor] | None, int], ...]
-    """Each parameter with its gradient and that gradient's version; None and 0 without a gradient."""
-
-    @classmethod
-    def of(cls, parameters: Iterable[nn.Parameter]) -> GradientsBefore:
-        """The gradients that these parameters have now."""
-        gradients = [(parameter, parameter.grad) for parameter in parameters]
-        return cls(
-            tuple(
-                [(one, None, 0) if grad is None else (one, weakref.ref(grad), grad._version) for one, grad in gradients]
-            )
-        )
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        gradients = [(one, one.grad) for one in parameters]
+        self._missing = [one for one, grad in gradients if grad is None]
+        self._there = [(one, weakref.ref(grad), grad._version) for one, grad in gradients if grad is not None]
 
     def undo(self) -> bool:
         """Set gradients that did not exist when this object was made to None. Returns whether all those that existed
         then are unchanged; changed ones are left as they are."""
-        for parameter, before, _ in self.parameters:
-            if before is None:
-                parameter.grad = None
-        return all(
-            before is None
-            or (parameter.grad is not None and before() is parameter.grad and parameter.grad._version == version)
-            for parameter, before, version in self.parameters
-        )
+        for parameter in self._missing:
+            parameter.grad = None
+        now = [(one.grad, before(), version) for one, before, version in self._there]
+        return all(grad is not None and grad is before and grad._version == version for grad, before, version in now)

@@ -4,7 +4,8 @@ something was freed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +29,21 @@ _CHANGED = (
     "forward that is run once more in its backward, since the budget has no room for what several forwards save; "
     "change it after the backward"
 )
+
+
+@contextmanager
+def as_before(
+    generators: tuple[Any, ...], device: torch.device, autocast: tuple[bool, torch.dtype | None] = (False, None)
+) -> Iterator[None]:
+    """A context with the random generators in these states, and with autocast as it was in a first run: whether it was
+    on, and its dtype. At its end the generators are as before it."""
+    now, (enabled, dtype) = generator_states(device), autocast
+    try:
+        set_generators(generators, device)
+        with torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False):
+            yield
+    finally:
+        set_generators(now, device)
 
 
 def held_with_second_run(held_bytes: int, outputs: Iterable[WeakStorage]) -> tuple[int, int]:
@@ -61,7 +77,7 @@ class WeakInputs:
             references[number] = TensorWeakRef(one)
         return cls(references, list(map(_version, inputs)), {number: _place(one) for number, one in own.items()})
 
-    def present(self, saved: Callable[[], Iterable[torch.Tensor]] = tuple) -> list[Any]:
+    def present(self, saved: Callable[[], Iterable[torch.Tensor]]) -> list[Any]:
         """The inputs in order. A tensor that the caller has freed is replaced by one of those that the forward's
         autograd nodes have saved, which `saved` returns: if address, shape, strides and dtype are equal, it is the same
         tensor, since the caller held it until all of them were saved. Without such a tensor, None takes its place."""
@@ -77,7 +93,7 @@ class WeakInputs:
         """Whether any of the caller's tensors was freed: it is None in `present`, the result of `present()`."""
         return any(present[number] is None for number in self.places)
 
-    def have_changed(self, present: Sequence[Any], but: Collection[int]) -> bool:
+    def have_changed(self, present: Sequence[Any], but: Collection[int] = ()) -> bool:
         """Whether any tensor in `present`, the result of `present()`, has been written to since the region ran, except
         the inputs at the positions `but`."""
         return any(number not in but and _version(one) != self.versions[number] for number, one in enumerate(present))
@@ -148,16 +164,11 @@ class SecondRun:
         that inputs to which the region writes had before the first run."""
         if self.inputs.have_changed(inputs, but=self.written):
             raise RuntimeError(_CHANGED)
-        arguments = [
-            first[number].to(device, copy=True) if number in first else one for number, one in enumerate(inputs)
-        ]
-        now = generator_states(device)
-        try:
-            set_generators(self.before.generators, device)
-            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-                outputs = self.run(*arguments)
-        finally:
-            set_generators(now, device)
+        arguments = list(inputs)
+        for number, value in first.items():
+            arguments[number] = value.to(device, copy=True)
+        with torch.enable_grad(), as_before(self.before.generators, device):
+            outputs = self.run(*arguments)
         made = {one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None}
         (node,) = {node for found in made for node in python_nodes(found)}
         return all_saved((node,))
@@ -208,14 +219,14 @@ class PlainSecondRun:
         first run began."""
         nodes = nodes_since(returned, self.first_node)
         inputs = self.inputs.present(lambda: [tensor for node in nodes for tensor in saved_by(node)])
-        gone = self.inputs.are_gone(inputs) or self.inputs.have_changed(inputs, but=())
+        gone = self.inputs.are_gone(inputs) or self.inputs.have_changed(inputs)
         if gone or not self.before.can_be_undone() or self.before.attributes.have_changed():
             return 0
         own = bytes_by_address((*inputs, *self.model.buffers()), device).keys() | set(kept)
         return replace_saved(nodes, own, device, partial(self._saved, inputs, [type(node) for node in nodes]))
 
     def _saved(self, inputs: Sequence[Any], kinds: Sequence[type]) -> Sequence[torch.Tensor]:
-        if self.inputs.have_changed(inputs, but=()):
+        if self.inputs.have_changed(inputs):
             raise RuntimeError(_CHANGED)
         args, kwargs = tree_unflatten(inputs[: self.structure.num_leaves], self.structure)
         written = self.before.values.alive()

@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from traceback import clear_frames
@@ -61,9 +61,9 @@ from memopt.run.hosted import (
     with_inputs_there,
 )
 from memopt.run.ledger import Moment
-from memopt.run.longer_paths import LongerPath
 from memopt.run.pending import PendingForward
 from memopt.run.plain_counter import CountedStep
+from memopt.run.plain_forward import LongerPath
 from memopt.run.ranks import DataParallel
 from memopt.run.safety_net import SafetyNet, StepMemoryError
 from memopt.run.sharding import Keeping, Sharded, check_model, check_terms
@@ -103,7 +103,7 @@ class Session:
         check_terms(self.model, self.forward.planner.terms)
         self.uncompiled: Callable[..., Any] = self.forward
         self._parts, self._log, self._plans_logged = CurrentParts(self.model), PlanningLog(), 0
-        self._safety_net = SafetyNet(self.model, self.share.entry, self._plan_tighter)
+        self._safety_net = SafetyNet(self.share.entry, self._plan_tighter)
         # An autograd graph that outlives its backward, as of an output that the model keeps, must not keep the model.
         backward_failed = weakref.WeakMethod(self._safety_net.backward_failed)
         self.accumulation.failed = lambda failure: handle(failure) if (handle := backward_failed()) else failure
@@ -113,9 +113,8 @@ class Session:
         """The plan of the latest planned call, and a function that returns that plan as users see it."""
 
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
-        keeping = Keeping(self.resharding, self.sharded)
-        given = self.model, self.options, loss_fn, self.own_call, self.share, self.accumulation, keeping
-        return TrainingCalls(*given, self._train, self._planning)
+        given = loss_fn, self.own_call, self.share, self.accumulation, Keeping(self.resharding, self.sharded)
+        return TrainingCalls(self.model, self.options, *given, self._train, self._planning)
 
     @property
     def kinds(self) -> tuple[TrainingCalls, ...]:
@@ -149,14 +148,11 @@ class Session:
                 except (BudgetError, CaptureError) as refused:
                     if training or not getattr(refused, "undone", True):
                         raise
-                    self._warn_in_eval(str(refused).partition("\n")[0])
+                    if not self._warned_in_eval:
+                        self._warned_in_eval, why = True, str(refused).partition("\n")[0]
+                        text = f"calls of {type(self.model).__name__} in eval() mode run plain: {why}"
+                        warnings.warn(text, stacklevel=2)
             return self._plain(calls, *call[0], **call[1])
-
-    def _warn_in_eval(self, refused: str) -> None:
-        """Warn once that calls in eval mode run beside the budget."""
-        if not self._warned_in_eval:
-            self._warned_in_eval = True
-            warnings.warn(f"calls of {type(self.model).__name__} in eval() mode run plain: {refused}", stacklevel=3)
 
     def _in_turn(self) -> AbstractContextManager[Any]:
         """A context in which no other thread records, plans or runs a training call, as these set state of the process.
@@ -172,19 +168,16 @@ class Session:
     def loss(self, batch: Any, model: nn.Module | None = None) -> Any:
         """The loss of a batch, with model and loss function in one planned region. `model` is the
         `DistributedDataParallel` around the planned model, if there is one; the region then runs in its forward."""
-        assert self.with_loss is not None
-        (first, *rest), _ = batch_call(batch, self.with_loss.loss_fn)
+        calls = self.with_loss
+        assert calls is not None
+        (first, *rest), _ = batch_call(batch, calls.loss_fn)
         if not isinstance(model, DistributedDataParallel):
-            return self._loss(first, *rest)
-        self._loss_to_come = lambda moved: self._loss(moved, *rest)
+            return self._run(calls, ((first, *rest), {}))
+        self._loss_to_come = lambda moved: self._run(calls, ((moved, *rest), {}))
         try:
             return model(first)
         finally:
             self._loss_to_come = None
-
-    def _loss(self, *args: Any) -> Any:
-        assert self.with_loss is not None
-        return self._run(self.with_loss, (args, {}))
 
     def trains(self, call: Call = ((), {})) -> bool:
         """Whether a call made now is a training call: gradients are enabled; the model is in training mode, or an input
@@ -237,10 +230,8 @@ class Session:
                 bring_back(self.model)
                 return self._within_modes(calls, now, names)
             if self._alone:
-                try:
+                with suppress(LongerPath):  # it is undone, and counted now on the path that it takes
                     return self._as_it_fits(calls, replace(now, may_end=True))
-                except LongerPath:  # it is undone, and counted now on the path that it takes
-                    pass
             return self._as_it_fits(calls, now)
 
     def _begun(self, calls: TrainingCalls, call: Call) -> CallInProgress:
@@ -345,8 +336,8 @@ class Session:
                 return self._by_plan(calls, now)
             except (BudgetError, CaptureError) as error:
                 refused = without_frames(error)
-        closely = replace(now, moment=replace(now.moment, closely=True))  # not by a limit of what is elsewhere
-        if (fits := calls.plain_calls.step_if_it_fits(closely)) is not None:
+        # Not by a limit of what is elsewhere.
+        if (fits := calls.plain_calls.step_if_it_fits(now.closely)) is not None:
             return self._run_plain(calls, now, fits)
         if isinstance(refused, CaptureError) and "plain" in self.options.allow:
             self._run_unplanned_from_now(str(refused))
@@ -355,11 +346,11 @@ class Session:
             plain = beyond[0] is calls.plain_calls
             return self._run_plain(calls, now, beyond[1]) if plain else self._run_checkpointed(calls, now, beyond)
         with self._refusing():
-            refused = calls.checkpointed.explain(refused, broken, now, calls.plain_calls)
+            refused = calls.checkpointed.explain(refused, broken, now)
             raise self._log.refused(calls.plain_calls.explain(refused, now))
 
     def _beyond(self, calls: TrainingCalls, now: CallInProgress) -> Choice | None:
-        return calls.checkpointed.beyond(now, calls.plain_calls) if self._alone else None
+        return calls.checkpointed.beyond(now) if self._alone else None
 
     @property
     def _alone(self) -> bool:
@@ -401,7 +392,7 @@ class Session:
             try:
                 # Under DDP the other ranks go on with the call, so that none repeats it.
                 inputs, repeat = now.moment.inputs, self.parallel.wrapper is None
-                calls.planner.screen(now.call, now.crowded)
+                calls.planner.screen(now.call, replace(now.situation, other_forwards=now.moment.waiting_bytes))
                 with unseen_by_checkpoints():
                     fails = partial(self._as_plain_fails, calls, now.call)
                     attempt = partial(calls.run_recorded, now)
@@ -480,17 +471,16 @@ class Session:
         """Make `latest` return the plan of the call that has just run with the plain step in its receipt; called for
         the first call by each plan. With other ranks, `latest` returns the plan unchanged."""
         plan = self.status.plan
-        if plan is None or not self._alone:
-            self._shown = plan, lambda: plan
-            return
-        given = plan, on_meta(now.call), now.situation, CallerModes.now()
+        self._shown = plan, lambda: plan
+        if plan is not None and self._alone:
+            given = plan, on_meta(now.call), now.situation, CallerModes.now()
 
-        @cache
-        def shown() -> Plan:
-            with on_device(self.model):
-                return calls.beside_plain(*given)
+            @cache
+            def shown() -> Plan:
+                with on_device(self.model):
+                    return calls.beside_plain(*given)
 
-        self._shown = plan, shown
+            self._shown = plan, shown
 
     def _enter(self, state: State, reason: str, plan: Plan | None = None) -> None:
         """Enter a state, with the plan of a call that has one; otherwise the latest plan is kept."""
@@ -558,8 +548,7 @@ class Session:
             started, optimizer_choice = time.perf_counter(), calls.planner.optimizer_choice
             buckets = self.parallel.buckets(gradients_held=gradients_held)
             situation = replace(self.share.situation(optimizer_choice), gradients_held=gradients_held, buckets=buckets)
-            if group := self.share.moment(call, situation).group_situation:
-                situation = replace(situation, other_forwards=group.other_forwards, to_come=group.to_come)
+            situation = self.share.moment(call, situation).in_group(situation) or situation
             optimizer_choice.check_allowed()
             modes = CallerModes.now()
             with self._refusing(), calls.planner.terms.types(), torch.enable_grad(), rare_collections():
@@ -598,7 +587,17 @@ class Session:
         gets the graphs back if the block fails. Does nothing if `earlier` is None; if the options of the two sessions
         differ in more than budget, `elsewhere_gb` and `forwards`, or allow levers on the optimizer; or if other ranks
         train the model too."""
-        if earlier is None or not self._differs_in_room(earlier):
+        own = self.options
+        room = {name: getattr(own, name) for name in ("budget_bytes", "elsewhere_bytes", "forwards")}
+        if (
+            earlier is None
+            or self.parallel.wrapper
+            or earlier.parallel.wrapper
+            or self.sharded.there
+            or own.optimizer_levers
+            or replace(earlier.options, **room) != own
+            or earlier.own_call is not self.own_call
+        ):
             yield
             return
         self._take_captures(earlier)
@@ -607,17 +606,6 @@ class Session:
         except BaseException:
             earlier._take_captures(self)
             raise
-
-    def _differs_in_room(self, earlier: Session) -> bool:
-        """Whether what was captured for an earlier session of the model serves this one: its options differ at most in
-        budget, bytes elsewhere and number of forwards. False where levers on the optimizer are allowed, and where other
-        ranks take part."""
-        alone = not (self.parallel.wrapper or earlier.parallel.wrapper or self.sharded.there)
-        proposes = self.options.optimizer_levers
-        own = self.options
-        budget, elsewhere, forwards = own.budget_bytes, own.elsewhere_bytes, own.forwards
-        same = replace(earlier.options, budget_bytes=budget, elsewhere_bytes=elsewhere, forwards=forwards) == own
-        return alone and not proposes and same and earlier.own_call is self.own_call
 
     def _take_captures(self, earlier: Session) -> None:
         for calls, others in zip(self.kinds, earlier.kinds, strict=False):
@@ -694,14 +682,13 @@ class Session:
         return None if self.status.state is State.PLAIN else self.status.plan
 
 
-def session_of(model: nn.Module) -> Session | None:
+def session_of(model: nn.Module | None) -> Session | None:
     """The session of an optimised model, also if it is wrapped by `DistributedDataParallel` or `torch.compile`; None
     for a model that is not optimised."""
-    call = compiled_call(unwrapped(model)) if isinstance(model, nn.Module) else None
-    if isinstance(call, Session):
-        return call
-    inner = inside_compiled(unwrapped(model)) if isinstance(model, nn.Module) else None
-    return None if inner is None else session_of(inner)
+    if not isinstance(model, nn.Module):
+        return None
+    call = compiled_call(unwrapped(model))
+    return call if isinstance(call, Session) else session_of(inside_compiled(unwrapped(model)))
 
 
 @contextmanager

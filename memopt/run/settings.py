@@ -95,13 +95,13 @@ class Settings:
         if sum([len(table) for _, table in self._readers]) != self._attributes:
             self._watch(self._modules)
         try:
-            settings = chain.from_iterable([read(table) for read, table in self._readers])
+            settings = [read(table) for read, table in self._readers]
         except KeyError:  # an attribute was replaced by another one
             self._watch(self._modules)
-            settings = chain.from_iterable([read(table) for read, table in self._readers])
+            settings = [read(table) for read, table in self._readers]
         kinds: dict[Any, None] = dict.fromkeys(map(type, self._modules))
         codes = [getattr(kind.forward, "__code__", None) for kind in kinds]
-        return [*settings, *codes, sum(map(len, self._hook_tables))]
+        return [*chain.from_iterable(settings), *codes, sum(map(len, self._hook_tables))]
 
     def _note(self, latest: list[Any]) -> None:
         """Make these settings the present ones."""
@@ -136,8 +136,7 @@ def _reader(table: _Table) -> Callable[[_Table], tuple[Any, ...]]:
 def _without_tensors(settings: list[Any]) -> list[Any]:
     """The settings, with its type in place of each value that is no longer plain: it may be a tensor, which must not be
     kept alive."""
-    return [value if type(value) in _PLAIN or _is_code(value) else type(value) for value in settings]
-
-
-def _is_code(value: Any) -> bool:
-    return callable(value) or isinstance(value, CodeType)
+    return [
+        value if type(value) in _PLAIN or callable(value) or isinstance(value, CodeType) else type(value)
+        for value in settings
+    ]

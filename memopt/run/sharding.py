@@ -7,6 +7,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -188,7 +189,9 @@ class Keeping:
     def _search(self, planned: Planned, freed: Plan, most: int) -> int:
         """The largest number of blocks found with which the forward fits and recomputes no longer than `freed`."""
         # One more than there is room for: it is not gathered at the same time as the block before it in the backward.
-        first = min(most, self._fitting(freed.budget_bytes - freed.ceiling_bytes) + 1)
+        room_bytes = freed.budget_bytes - freed.ceiling_bytes
+        gathered = accumulate(block.gathered_bytes for block in reversed(self.resharding.blocks))
+        first = min(most, sum(nbytes <= room_bytes for nbytes in gathered) + 1)
         for count in range(first, max(0, first - _TRIES), -1):
             self.resharding.keep(count)
             try:
@@ -198,16 +201,6 @@ class Keeping:
             if plan.added_seconds <= freed.added_seconds:
                 return count
         return 0
-
-    def _fitting(self, room_bytes: int) -> int:
-        """The number of last blocks whose gathered parameters fit into `room_bytes`."""
-        count = 0
-        for block in reversed(self.resharding.blocks):
-            room_bytes -= block.gathered_bytes
-            if room_bytes < 0:
-                break
-            count += 1
-        return count
 
 
 def placements_in_words(model: nn.Module) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -33,11 +32,10 @@ from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.run.changed_inputs import watch_plain
 from memopt.run.entry import Entry, WaitingPlain
-from memopt.run.forward_groups import ForwardGroups
 from memopt.run.ledger import Ledger, Moment
-from memopt.run.overlaps import AsPlain, Overlap, room_for_others
 from memopt.run.pending import PendingForward, release_all
 from memopt.run.ranks import DataParallel
+from memopt.run.seen import AsPlain, ForwardGroups, Overlap, room_for_others
 from memopt.run.until_backward import LARGE_LOSS_OUTSIDE, LOSS_OUTSIDE, UntilBackward
 from memopt.units import size
 
@@ -136,12 +134,10 @@ class Share:
         found = self.ledger.look_before_planning(counted)
         return replace(found, other=found.other + counted.lasting_bytes)
 
-    @contextmanager
-    def held_still(self, call: Call) -> Iterator[None]:
+    def held_still(self, call: Call) -> AbstractContextManager[None]:
         """A context in which steps of `call` are checked: new allocations, which are copies made for the check, are not
         counted as bytes elsewhere on the device."""
-        with self.ledger.held_still(self._counted(call)):
-            yield
+        return self.ledger.held_still(self._counted(call))
 
     def latest_elsewhere(self, call: Call) -> int:
         """The bytes that tensors of other code held on the device at the latest search before a call with the same
@@ -152,14 +148,14 @@ class Share:
     @property
     def waiting(self) -> int:
         """The number of forwards, planned or not, that wait for their backward."""
-        return len(self.entry.waiting()) + len(self.entry.plain_waiting())
+        return len(self.entry.all_waiting())
 
     def begin(self) -> int:
         """Record that a forward begins; returns the number of others that wait for their backward."""
         release_all()
         UntilBackward.drop()
-        for entry in self.ledger.entries:
-            entry.end_freed()
+        for forward in [one for entry in self.ledger.entries for one in entry.plain_waiting() if one.freed]:
+            forward.entry.plain.discard(forward)  # a backward that did not begin at its outputs has freed its graph
         waiting = self.waiting
         self.entry.begin(waiting)
         return waiting
@@ -175,8 +171,7 @@ class Share:
         return self._free([one for one in self.ledger.entries if one is not self.entry])
 
     def _free(self, entries: Iterable[Entry]) -> int:
-        forwards = [one for entry in entries for one in (*entry.waiting(), *entry.plain_waiting())]
-        freed = sum([forward.free_saved() for forward in forwards])
+        freed = sum([forward.free_saved() for entry in entries for forward in entry.all_waiting()])
         if freed and not self._freed:
             self._freed = True
             warnings.warn(
@@ -191,15 +186,13 @@ class Share:
         """Record that the forward of a call returns `result` to the caller, whose code runs until the backward. `plan`
         is the plan by which it ran, if any."""
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if not self.entry.begun:
+        if self.entry.latest is None:
             watch_plain(self.entry, call, tensors)
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
             with as_implemented():
                 differentiated = [tensor for tensor in tensors if tensor.grad_fn is not None]
-                outputs = [tensor for tensor in differentiated if tensor.dim()]
-                more = (
-                    distinct_bytes(outputs) > self.entry.callers_code.returned_bytes or self.entry.given_bytes is None
-                )
+                outputs_bytes = distinct_bytes(tensor for tensor in differentiated if tensor.dim())
+                more = outputs_bytes > self.entry.callers_code.returned_bytes or self.entry.given_bytes is None
                 others, before = self._parameters_of_others(), self._others_there or 0
                 more, self._others_there = more or others > before + self.entry.notable_bytes, max(before, others)
                 if differentiated and (more or self.ledger.may_look()):
@@ -211,7 +204,7 @@ class Share:
         levers on the optimizer, `parts` the model's modules and tensors, if the caller has them already."""
         parameters = (parts or Parts.of(self.model)).parameters
         held, stepped = _have_gradients(parameters), optimizer_choice.stepping is not None
-        if self.entry.seen.backward:
+        if self.entry.trained:
             self.entry.gradients_stay = held or bool(self.entry.gradients_stay)
         hooked = [parameter for parameter in with_hooks(parameters) if is_hooked(parameter, stepped=stepped)]
         if stepped or optimizer_choice.may_step_in_backward:
@@ -229,7 +222,7 @@ class Share:
         forwards."""
         counted, gradients = self._counted(call, situation.gradients_held), 0
         if (counted.waiting or self.entry.groups.others_expected) and not self.one_by_one:
-            gradients = 2 * self._gradients() if situation.gradients_held else self._gradients()
+            gradients = self.entry.trainable_bytes * (2 if situation.gradients_held else 1)
         counted = replace(counted, gradients=gradients)
         later = self._left_later(counted)
         spare = self._spare_bytes(call) if counted.waiting else None
@@ -244,10 +237,10 @@ class Share:
         copy of this model."""
         if self.entry.fixed_bytes is not None:
             return False
-        if self.entry.seen.backward and self.entry.groups.done < 2 and moment.others_train:
+        if self.entry.trained and self.entry.groups.done < 2 and moment.others_train:
             return True
         self.ledger.now(replace(moment, closely=True) if self._others_there is None else moment)
-        before = self._others_there if self.entry.seen.backward else None
+        before = self._others_there if self.entry.trained else None
         return self._parameters_of_others() > (before or 0) + self.entry.notable_bytes
 
     def _parameters_of_others(self) -> int:
@@ -266,7 +259,7 @@ class Share:
         others = ledger.others_training(entry)
         if not ledger.knows(entry) or moment.waiting > entry.groups.others_expected:
             return None
-        seen = [overlap for overlap in frozenset().union(*entry.seen.meanwhile) if not overlap.begun_before]
+        seen = [overlap for overlap in entry.overlaps if not overlap.begun_before]
         intervening = ledger.intervening_backward_bytes(entry) if others else 0
         if not others or not seen or (needs := entry.step_bytes) is None:
             return intervening
@@ -274,7 +267,7 @@ class Share:
 
     def _left_later(self, moment: Moment) -> int:
         """The bytes to leave for forwards of other models that will exist during the backward."""
-        seen = [overlap for overlap in self.entry.seen.backward if overlap.waiting]
+        seen = [overlap for overlap in self.entry.seen_later if overlap.waiting]
         if not seen or (needs := self.entry.step_bytes) is None:
             return 0
         # Further forwards of this model are to wait beside them.
@@ -302,15 +295,16 @@ class Share:
         """The moment at which a call begins, with the bytes that are counted already: its inputs, the copies by which
         it can be undone, and what waiting forwards hold and returned. `kind` has further parts of `Moment.kind`."""
         ledger, waiting = self.ledger, self.waiting
+        others = [other for other in ledger.entries if other is not self.entry]
         bucket_bytes, buckets = self.parallel.bucket_memory()
         lasting, now = ledger.lasting(self.entry)
         return Moment(
             self.entry,
-            (waiting, ledger.others_waiting(self.entry), *kind),
+            (waiting, sum([len(other.waiting()) for other in others]), *kind),
             tuple(tensors_in(call)),
             waiting,
             self.entry.held_bytes,
-            ledger.others_held_bytes(self.entry),
+            sum([other.held_bytes for other in others]),
             lasting,
             sum([tensor.nbytes for tensor in now]),
             addresses=lambda: ledger.addresses(self.entry),
@@ -352,35 +346,32 @@ class Share:
         Raises `BudgetError` where a waiting forward would then have too little room for its backward. What takes the
         room are the gradients that the new forward's backward leaves; for a waiting plain forward, also what the new
         forward holds."""
-        held = plan.held_bytes
-        waiting = self.waiting
-        wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left()) if waiting else 0
-        lacking = wanted - self._room_beside(call) if waiting else 0
-        if lacking > 0 and lacking > self._state_to_come(plan, call):
+        held, waiting, lacking = plan.held_bytes, self.waiting, 0
+        if waiting:
+            wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left())
+            lacking = wanted - self._room_beside(call)
+        there = replace(self._counted(call), closely=True).elsewhere_beside(plan.account) if lacking > 0 else 0
+        if lacking > 0 and lacking > self.entry.state_to_come(plan, self.entry.held_bytes, there):
             alone = plan.smallest_bytes() - plan.account.other_forwards
             works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking + self.entry.notable_bytes)
-            raise self._refusal(works, plan.account.elsewhere)
+            elsewhere = f", elsewhere {size(plan.account.elsewhere)}" if plan.account.elsewhere else ""
+            reason = f"a second forward before the first one's backward{elsewhere}"
+            raise BudgetError(self.entry.budget_bytes, works, reason, least=False)
         if waiting and situation.for_other_models is not None:
-            earlier = [one.held_bytes for one in (*self.entry.waiting(), *self.entry.plain_waiting())]
-            self.entry.groups.beside_waiting = held, max(earlier)
+            self.entry.groups.beside_waiting = held, max(one.held_bytes for one in self.entry.all_waiting())
         forward = PendingForward(
-            weakref.ref(self.model),
             situation.hooked,
             accumulation,
             self.backward_moment,
             entry=self.entry,
             plan=plan,
+            account=plan.account,
             held_bytes=held,
             given=tuple(weak_storages(tensors_in(call))),
         )
         self.entry.add(forward)
         self.ledger.begins(forward)
         return forward
-
-    def _state_to_come(self, plan: Plan, call: Call) -> int:
-        """The bytes of optimizer state that a plan counts and that does not exist yet when a call begins."""
-        moment = replace(self._counted(call), closely=True)
-        return self.entry.state_to_come(plan, self.entry.held_bytes, moment.elsewhere_beside(plan.account))
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
         """The error `refused` of a call, with a budget that has room for the call and, with nothing recomputed, for the
@@ -397,7 +388,7 @@ class Share:
         those hold now. In a larger budget these would save more: what they hold with nothing recomputed is counted.
         There is also some room for a few further forwards.
         """
-        planned, needs, gradients = self.entry.waiting(), self.entry.step_bytes, self._gradients()
+        planned, needs, gradients = self.entry.waiting(), self.entry.step_bytes, self.entry.trainable_bytes
         held = [forward.held_bytes for forward in planned]
         saved = [forward.saved_bytes() for forward in planned]
         alone = [one.plan.plain.peak_bytes - one.plan.account.other_forwards for one in planned]
@@ -421,10 +412,7 @@ class Share:
     def _gradients_left(self) -> int:
         """The bytes of gradients that a further forward's backward leaves on the device during those of waiting
         ones."""
-        return 0 if self.one_by_one and not self.entry.plain_waiting() else self._gradients()
-
-    def _gradients(self) -> int:
-        return distinct_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        return 0 if self.one_by_one and not self.entry.plain_waiting() else self.entry.trainable_bytes
 
     def _left_bytes(self, forward: WaitingPlain, call: Call) -> int:
         """The bytes of the budget that the step of a waiting plain forward leaves free while another call begins, if it
@@ -442,9 +430,7 @@ class Share:
             return -1
         plain = [self._left_bytes(forward, call) + forward.held_bytes for forward in self.entry.plain_waiting()]
         plans = [(forward.plan, forward.held_bytes) for forward in self.entry.waiting()]
-        planned = [
-            plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards + held for plan, held in plans
-        ]  # fmt: skip
+        planned = [_spare(plan) + held for plan, held in plans]
         return min(plain + planned) - self.entry.held_bytes
 
     def _room_beside(self, call: Call) -> int:
@@ -456,17 +442,14 @@ class Share:
         ]
         earlier_bytes = 0
         for forward in self.entry.waiting():
-            plan = forward.plan
-            spare = plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards
-            left.append(spare - forward.again_bytes - earlier_bytes)
+            left.append(_spare(forward.plan) - forward.again_bytes - earlier_bytes)
             earlier_bytes += forward.held_bytes
         return min(left)
 
-    def _refusal(self, smallest_bytes: int, elsewhere: int) -> BudgetError:
-        reason = "a second forward before the first one's backward"
-        if elsewhere:
-            reason += f", elsewhere {size(elsewhere)}"
-        return BudgetError(self.entry.budget_bytes, smallest_bytes, reason, least=False)
+
+def _spare(plan: Plan) -> int:
+    """The bytes of its budget that a plan leaves free where no other forward waits."""
+    return plan.budget_bytes - plan.ceiling_bytes + plan.account.other_forwards
 
 
 def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:

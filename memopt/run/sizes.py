@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import MARGIN, DataSizes
-from memopt.capture.dynamic_shapes import Place, with_eager_bytes
+from memopt.capture.dynamic_shapes import Place
 from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import RecordedRegion, Sizes
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
@@ -147,53 +146,16 @@ def _input_bytes(
 Shapes = tuple[Sizes, ...]
 
 
-@dataclass(frozen=True)
-class LargestSizes:
-    """The sizes of inputs up to which the bytes that eager code between regions holds are known: those captured, with a
-    margin where sizes have grown."""
-
-    shapes: Shapes
-
-    @classmethod
-    def of(cls, call: Call) -> LargestSizes:
-        """The sizes of one call."""
-        return cls(tuple(tuple(tensor.shape) for tensor in tensors_in(call)))
-
-    def cover(self, call: Call) -> bool:
-        """Whether no input of a call is larger than these sizes."""
-        return all(size <= most for size, most in _pairs(LargestSizes.of(call).shapes, self.shapes))
-
-    def covering(self, call: Call) -> LargestSizes:
-        """These sizes, but where the call has a larger one, that one plus a margin (`MARGIN`)."""
-        shapes = zip(self.shapes, LargestSizes.of(call).shapes, strict=True)
-        return LargestSizes(
-            tuple(
-                tuple(most if size <= most else math.ceil(MARGIN * size) for most, size in zip(*pair, strict=True))
-                for pair in shapes
-            )
-        )
-
-    def scaled(self, captured: CapturedCall, call: Call) -> CapturedCall:
-        """A copy of `captured`, the capture of `call`, whose bytes of eager code are scaled up from the sizes of `call`
-        to these sizes."""
-        own = LargestSizes.of(call).shapes
-        if own == self.shapes:
-            return captured
-        growth = max([1.0, *(most / max(1, size) for most, size in _pairs(self.shapes, own))])
-        return with_eager_bytes(captured, min(growth, MARGIN))
-
-    def input_bytes(self, call: Call) -> tuple[int, ...]:
-        """The bytes of each of the call's tensors at these sizes."""
-        found: dict[object, int] = {}
-        for tensor, shape in zip(tensors_in(call), self.shapes, strict=True):
-            nbytes = max(tensor.untyped_storage().nbytes(), math.prod(shape) * tensor.element_size())
-            found[storage_key(tensor)] = max(nbytes, found.get(storage_key(tensor), 0))
-        return tuple(found.values())
+def tensor_shapes(call: Call) -> Shapes:
+    """The shapes of a call's tensors."""
+    return tuple([tuple(tensor.shape) for tensor in tensors_in(call)])
 
 
-def _pairs(shapes: Shapes, others: Shapes) -> Iterator[tuple[int, int]]:
-    for shape, other in zip(shapes, others, strict=True):
-        yield from zip(shape, other, strict=True)
+def cover(larger: Shapes, shapes: Shapes) -> bool:
+    """Whether two calls have as many tensors, of as many dimensions, and no size of `shapes` is above that of
+    `larger`."""
+    alike = list(map(len, larger)) == list(map(len, shapes))
+    return alike and all(covers(most, shape) for most, shape in zip(larger, shapes, strict=True))
 
 
 _MOST = 6

@@ -82,31 +82,31 @@ class PlanningLog:
 
     def begins(self, model: str, call: Call) -> None:
         """Log that a call of a model begins to be planned."""
-        tell(f"planning {model} for {shapes_of(call)}, which takes some seconds", self._level(call_signature(call)))
+        self._tell(f"planning {model} for {shapes_of(call)}, which takes some seconds", call, ends=False)
 
     def planned(self, plan: Plan, call: Call, seconds: float) -> None:
         """Log a plan. `seconds` is the time from the beginning of the call to the plan's first use, or to the end of
         planning if the call does not run yet."""
-        signature = call_signature(call)
         words = planned_in_words(plan, shapes_of(call))
-        tell(f"planned {plan.model} in {duration(seconds)} for {words}", self._level(signature))
-        self._known[signature] = True
+        self._tell(f"planned {plan.model} in {duration(seconds)} for {words}", call)
 
     def checkpointed(self, model: str, call: Call, planning_seconds: float) -> None:
         """Log that a call runs with activation checkpoints, since a plan for its sizes takes about `planning_seconds`
         to make."""
-        signature = call_signature(call)
         why = f"a plan for these sizes takes about {duration(planning_seconds)} to make"
-        tell(f"running {model} with activation checkpoints for {shapes_of(call)}: {why}", self._level(signature))
-        self._known[signature] = True
+        self._tell(f"running {model} with activation checkpoints for {shapes_of(call)}: {why}", call)
 
     def refused(self, error: Refusal) -> Refusal:
         """Log the error of a call that was refused, with all that its text says would help, and return it."""
         logging.getLogger("memopt").info("%s", error)
         return error
 
-    def _level(self, signature: str) -> int:
-        return logging.DEBUG if signature in self._known else logging.INFO
+    def _tell(self, text: str, call: Call, *, ends: bool = True) -> None:
+        """Log a text on a call; `ends`: later texts on calls like it are for level DEBUG."""
+        signature = call_signature(call)
+        tell(text, logging.DEBUG if signature in self._known else logging.INFO)
+        if ends:
+            self._known[signature] = True
 
 
 def shapes_of(call: Call) -> str:

@@ -68,9 +68,9 @@ class TrainingCalls:
         self.model, self.options, self.loss_fn, self.own_call, self.share = model, options, loss_fn, own_call, share
         self.planner = CallPlanner(model, options, loss_fn, self.plain, share)
         self.road = Road(self.planner, accumulation, recording)
-        self.plain_calls = PlainCalls(model, self.planner, loss_fn, share.entry)
-        self.checkpointed = CheckpointedCalls(model, self.planner, loss_fn, share.entry)
-        self.recorded = Recorder(model, options, loss_fn, self.road, keeping)
+        self.plain_calls = PlainCalls(self.planner, share.entry)
+        self.checkpointed = CheckpointedCalls(self.plain_calls)
+        self.recorded = Recorder(self.road, keeping)
         self._run = run
         self._within_modes = False
         """Whether the warning about the user's dispatch modes was given."""
@@ -114,7 +114,7 @@ class TrainingCalls:
             f"{type(self.model).__name__} is called within a dispatch mode ({names}), in which no graph is recorded"
         )
         plain, least = self.plain_calls, None
-        with without_modes(), plain.only_way():  # the modes must not see the operators of a count
+        with without_modes(), plain.only_way(plain=True):  # the modes must not see the operators of a count
             fits = plain.step_if_it_fits(now)
             if fits is None:
                 least = plain.needed_bytes(now, sys.maxsize)

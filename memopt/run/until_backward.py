@@ -20,7 +20,7 @@ from memopt.compat.tensors import bytes_by_address, weak_storages
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError
 from memopt.meter import PeakMeter
-from memopt.run.entry import Entry, WaitingPlain, WaitingPlanned
+from memopt.run.entry import Entry
 from memopt.run.ledger import Ledger
 from memopt.units import size
 
@@ -66,7 +66,7 @@ class UntilBackward:
 
     @classmethod
     def begin(
-        cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int = 0
+        cls, entry: Entry, outputs: Sequence[torch.Tensor], given: Iterable[torch.Tensor], tangent_bytes: int
     ) -> None:
         """Begin to observe, as a forward returns `outputs`, which require gradients; unless all of them are single
         numbers, the loss is outside of the model. `entry` is the model's, in which the bytes found are recorded.
@@ -117,21 +117,24 @@ class UntilBackward:
         if seen is None or entry is None:
             return
         nodes, ends = graph_until(roots, lambda node: _RETURNED in node.metadata)
-        if any(node.metadata[_RETURNED]() is seen for node in ends):
-            backward_starts(None)
-            if device_of(entry.device).is_host:
-                given = distinct_bytes(leaves_of(nodes) & set(entry.model.parameters()))
-                entry.given_bytes = max(entry.given_bytes or 0, given)
-            if not seen._loss_is_outside:
-                return
-            own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], entry.device)
-            counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
-            returned = {storage.address: storage.nbytes for storage in seen._outputs}
-            freed = max(0, seen._returned_bytes - sum(returned.values()))
-            saved, in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
-            if not seen._seen.metered or seen._begins_with > seen._seen.returned_bytes:
-                seen._seen.note(max(in_forward, in_backward - freed), seen._begins_with)
-            _check(entry, saved)
+        if not any(node.metadata[_RETURNED]() is seen for node in ends):
+            return
+        backward_starts(None)
+        if device_of(entry.device).is_host:
+            edges = [edge for node in nodes for edge, _ in node.next_functions]
+            leaves = {edge.variable for edge in edges if hasattr(edge, "variable")}
+            given = distinct_bytes(leaves & set(entry.model.parameters()))
+            entry.given_bytes = max(entry.given_bytes or 0, given)
+        if not seen._loss_is_outside:
+            return
+        own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], entry.device)
+        counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
+        returned = {storage.address: storage.nbytes for storage in seen._outputs}
+        freed = max(0, seen._returned_bytes - sum(returned.values()))
+        saved, in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
+        if not seen._seen.metered or seen._begins_with > seen._seen.returned_bytes:
+            seen._seen.note(max(in_forward, in_backward - freed), seen._begins_with)
+        _check(entry, saved)
 
     def read(self, events: Sequence[int]) -> None:
         """Called when the block of a meter ends: record the bytes that the caller's code held at most, from the meter's
@@ -147,14 +150,11 @@ class UntilBackward:
 def _check(entry: Entry, saved_bytes: int) -> None:
     """Warn where the caller's operators have saved more since the forward than the budget has left for them, which is
     not known before. Raises `BudgetError` in a model that has not stepped where no plan would leave so much."""
-    waiting: list[WaitingPlanned | WaitingPlain] = []
-    for one in Ledger.of(entry).entries:
-        waiting += [*one.waiting(), *one.plain_waiting()]
+    waiting = [forward for one in Ledger.of(entry).entries for forward in one.all_waiting()]
     if entry.fixed_bytes is not None or len(waiting) != 1:  # the graph may lead through other forwards
         return
     (forward,) = waiting
-    account = forward.plan.account if isinstance(forward, WaitingPlanned) else forward.account
-    account = replace(account, other_forwards=0, elsewhere=0, tolerance=0)
+    account = replace(forward.account, other_forwards=0, elsewhere=0, tolerance=0)
     needed = account.resident_bytes + saved_bytes  # what is elsewhere may be among these, or be freed by now
     missing = max(0, account.optimizer_state - entry.found.state)
     if needed + forward.held_bytes - missing <= entry.budget_bytes + entry.tolerance_bytes:
@@ -163,14 +163,9 @@ def _check(entry: Entry, saved_bytes: int) -> None:
     works = needed + elsewhere_bytes + forward.saved_bytes() + entry.tolerance_bytes
     works = max(works, forward.runs_plain_from(elsewhere_bytes, 2 * works) or 0)
     reason = f"{size(saved_bytes)} that the caller's code saved between a forward and its backward"
-    refused = BudgetError(entry.budget_bytes, works, reason, least=False, further=(_BESIDE,))
-    if needed <= entry.budget_bytes or entry.stepped:
-        entry.warn_beyond(refused)
-        return
-    try:
-        raise refused
-    finally:
-        del refused, forward, waiting  # else this frame, which holds the forward, and the error would hold each other
+    del forward, waiting  # else this frame, which is in the error's traceback, would hold the forward
+    tell = entry.warn_beyond if needed <= entry.budget_bytes else entry.refuse
+    tell(BudgetError(entry.budget_bytes, works, reason, least=False, further=(_BESIDE,)))
 
 
 _BESIDE = (
@@ -212,12 +207,6 @@ def held_bytes(
             readers[address] -= 1
             held -= sizes[address] if not readers[address] and address not in left_out else 0
     return all_saved, all_saved + largest, most
-
-
-def leaves_of(nodes: Iterable[Any]) -> set[torch.Tensor]:
-    """The leaf tensors to which these autograd nodes pass gradients."""
-    edges = [edge for node in nodes for edge, _ in node.next_functions]
-    return {edge.variable for edge in edges if hasattr(edge, "variable")}
 
 
 def staying(guessed_bytes: int) -> int:

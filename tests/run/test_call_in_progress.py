@@ -93,10 +93,9 @@ def test_the_refusal_of_the_last_situation_is_raised(plan: Plan) -> None:
         in_progress(1000, []).fitting(make, dict)
 
 
-def test_the_crowded_situation_holds_what_waits(plan: Plan) -> None:
+def test_a_forward_begins_in_the_situation_of_its_call(plan: Plan) -> None:
     begun: list[Any] = []
     call = in_progress(123, begun)
-    assert call.crowded == Situation(other_forwards=123)
     call.begin(plan, exchanges=7)
     assert begun == [(plan, Situation(), 7)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memopt.run.pipeline import Load, _Together
+from memopt.run.pipeline import _Load, _Together
 
 # Stage 0 runs two forwards before the first of stage 2; then backwards in the order of their losses.
 MOMENTS = (
@@ -13,7 +13,7 @@ MOMENTS = (
     (0, {0: 2, 2: 0}),
     (0, {0: 1, 2: 0}),
 )  # fmt: skip
-LOADS = {0: Load(100, 10, 30), 2: Load(200, 25, 40)}
+LOADS = {0: _Load(100, 10, 30), 2: _Load(200, 25, 40)}
 
 
 def test_microbatches_of_other_stages_count_by_what_they_hold() -> None:

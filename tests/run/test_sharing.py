@@ -10,7 +10,7 @@ from torch import nn
 from memopt.account.optimizer_trial import GivenOptimizer
 from memopt.planning.derived import StepBytes
 from memopt.run.entry import Entry
-from memopt.run.overlaps import Overlap, breadth, room_for_others
+from memopt.run.seen import Overlap, breadth, room_for_others
 
 
 def entry(needs: StepBytes) -> Entry:
