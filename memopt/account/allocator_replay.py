@@ -220,7 +220,9 @@ def replay_with_spare(
         ]
         for limit, held, rising in runs
     ]
-    return _most(peaks[0])._replace(allocated_bytes=max(found.allocated_bytes for found in chain(*peaks)))
+    most = _most(peaks[0])
+    allocated_bytes = max(found.allocated_bytes for found in chain(*peaks))
+    return AllocatorPeaks(allocated_bytes, most.reserved_bytes, most.releases)
 
 
 def peaks_without_limit(
