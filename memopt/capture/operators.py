@@ -178,8 +178,8 @@ def operator_graph(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     parameter_inputs: frozenset[int],
-    written: Collection[int],
-    planned_for: str,
+    written: Collection[int] = (),
+    planned_for: str = "",
 ) -> OperatorGraph:
     """Trace Dynamo's graph of a region into an operator graph; to be called in the region's tracing context.
 

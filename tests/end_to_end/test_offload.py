@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memopt
 from examples.models.families import BY_NAME, Family, causal_batch
 from examples.models.step import restored_buffers, train_step
-from memopt.emit import partition
+from memopt.emit import emit
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS
 from memopt.planning.schedule_parts import RegionSchedule
@@ -88,7 +88,7 @@ def test_without_its_effect_the_step_does_not_fit(linked: None, monkeypatch: pyt
     def without_offloads(joint: Any, schedule: RegionSchedule) -> Any:
         return ApplySchedule(schedule.evaluations, schedule.boundary, joint.forward_outputs)(joint.module)
 
-    monkeypatch.setattr(partition, "scheduled_graph", without_offloads)
+    monkeypatch.setattr(emit, "scheduled_graph", without_offloads)
     memopt.optimize(model, budget_gb, **BOTH)
     assert train_step(model, inputs).peak_bytes > 1.2 * budget_gb * GIB
     assert offloads(memopt.plan_of(model)) > 0

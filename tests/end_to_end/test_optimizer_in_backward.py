@@ -14,7 +14,7 @@ from examples.models.families import BY_NAME, Batch, Family, library, loss_of, n
 from memopt import BudgetError
 from memopt.account.account import distinct_bytes
 from memopt.capture.inputs import tensors_in
-from memopt.emit import partition as partition_module
+from memopt.emit import emit
 from memopt.errors import GIB
 from memopt.meter import measure_peak
 from memopt.optimizers import OptimizerInBackward
@@ -188,7 +188,7 @@ def products() -> nn.Module:
 def trained_products(monkeypatch: pytest.MonkeyPatch | None = None) -> list[Tensor]:
     model, optimizer = stepping_in_backward(products)
     if monkeypatch is not None:
-        monkeypatch.setattr(partition_module, "nodes_before_steps", lambda *_: {0: set(), 1: set(), 2: set()})
+        monkeypatch.setattr(emit, "nodes_before_steps", lambda *_: {0: set(), 1: set(), 2: set()})
     train(model, optimizer, {"x": normals(8, 16)})
     assert stepped_inside(model) == 3
     return values(model.parameters())
