@@ -29,8 +29,9 @@ class TorchPartitioner:
         problem = priced.problem
         number = {storage.name: index for index, storage in enumerate(problem.storages)}
         storages = find_storages(joint.module.graph)
+        names = [block.maker.name for block in storages.blocks]
         self._storages = {
-            node.name: {number[storages.infos[index].name] for index in indices if storages.infos[index].name in number}
+            node.name: {number[names[index]] for index in indices if names[index] in number}
             for node, indices in storages.of.items()
         }
 
