@@ -390,8 +390,8 @@ class Session:
         with self._refusing(), calls.planner.terms.types():
             check_kinds(now.call, now.parts)
             try:
-                # Under DDP the other ranks go on with the call, so that none repeats it.
-                inputs, repeat = now.moment.inputs, self.parallel.wrapper is None
+                # Other ranks go on with the call, so that none repeats it.
+                inputs, repeat = now.moment.inputs, self._alone
                 calls.planner.screen(now.call, replace(now.situation, other_forwards=now.moment.waiting_bytes))
                 with unseen_by_checkpoints():
                     fails = partial(self._as_plain_fails, calls, now.call)

@@ -109,7 +109,7 @@ def test_within_a_part_of_the_activations(name: str, part: int) -> None:
 def test_the_budget_that_the_first_refusal_names_works(name: str) -> None:
     expected, most, _ = plain(name)
     budget, peaks, found = tried(name, beside(name) + MB, refusals=1)
-    assert budget < most
+    assert budget < 1.02 * most  # plain steps are counted with a margin of two parts in a hundred
     assert max(peaks) <= budget, [peak / budget for peak in peaks]
     assert all(map(torch.equal, found, expected))
 

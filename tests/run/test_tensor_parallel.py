@@ -275,10 +275,7 @@ def acts(family: Family) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "does not plan together; use one of the two", lambda: optimized(two_meshes())
     yield "give backend='aten'", lambda: optimized(backend="inductor")
     yield "give precision='fp32'", lambda: optimized(precision="bf16")
-    yield (
-        "'optimizer_in_backward' cannot be used",
-        lambda: optimized(allow={"recompute", "optimizer_in_backward"}),
-    )
+    yield "'tiles' cannot be used", lambda: optimized(allow={"recompute", "tiles"})
     yield "leave out outputs='all'", lambda: optimized(outputs="all")
     yield "leave out the argument forwards", lambda: optimized(forwards=2)
     yield "leave out the argument dynamic", lambda: optimized(dynamic={"tokens": {0: torch.export.Dim.AUTO}})
