@@ -403,7 +403,8 @@ class Entry:
         found += [self.plain_step_bytes] if self.plain_step_bytes else []
         if not found:
             return None
-        most = reduce(StepBytes.covering, found).with_callers_code(self.callers_code.meanwhile or 0)
+        seen = max(code.meanwhile or 0 for code in self._callers_code.values())  # its next step may be of either kind
+        most = reduce(StepBytes.covering, found).with_callers_code(seen)
         beside = any(plan.account.gradients_held for _, (plan, _) in self.plans.items())
         added = 0 if beside else max((one.nbytes for one in self.gradients_now()), default=0)
         return replace(most, least_peak=most.least_peak + added, peak=most.peak + added)
