@@ -132,7 +132,7 @@ class _Owners:
     """Copies from which a call can be undone: free, since each call makes its own, which its account has."""
 
     def kind_of(self, address: int) -> Kind:
-        """What the block at an address holds, as far as Python knows."""
+        """The kind of the block at an address, by the tensors that Python knows of."""
         if address in self.copies:
             return "free"
         if address in self.given:

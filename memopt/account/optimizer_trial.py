@@ -225,7 +225,7 @@ def optimizer_restored(optimizer: Optimizer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LiveOptimizer:
-    """What the bytes of an existing optimizer depend on: its class, its parameters' order, its kernels."""
+    """The facts about an existing optimizer on which its bytes depend: class, order of the parameters, kernels."""
 
     kind: type[Optimizer]
     order: tuple[int, ...]

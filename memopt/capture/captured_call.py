@@ -85,8 +85,8 @@ class CapturedCall:
     break_reason: str = ""
     """Why the forward breaks into several regions; empty for a call that is one region."""
     ending: EagerCodeBytes = field(default_factory=EagerCodeBytes)
-    """What eager code holds around the end of the forward (`during`): `before_backward` is the most between the last
-    region's forward and that end, `before` the most after the last backward of a region."""
+    """The bytes that eager code holds at the end of the forward (`during`), at most between the last region's forward
+    and that end (`before_backward`), and at most after the last backward of a region (`before`)."""
     returned_bytes: int = 0
     """The bytes that a call in several regions returns, which the last region need not have made; 0 for one region."""
     sizes: DataSizes = field(default_factory=DataSizes)

@@ -60,7 +60,7 @@ class DryRun:
         self.between = Between(gathered, most_bytes)
         self.runs: list[RegionRun] = []
         self._passed: list[Passed] = []
-        """What each run shares with other code, but for how long its outputs are held."""
+        """For each run, the values that it exchanges with other code; how long its outputs are held is added later."""
         self._memory: list[dict[int, Any]] = []
         """For each run, by the position of each output with memory of its own, a weak reference to that memory."""
         self._held_in: list[dict[int, int]] = []

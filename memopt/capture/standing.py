@@ -40,8 +40,8 @@ class BlockPlace(NamedTuple):
 
 
 class _InputRole(NamedTuple):
-    """What an input is to one block: the run, the number of the block among the standing ones, and the template's input
-    of the same role."""
+    """The role of an input in one block: the number of the run, that of the block among those that were traced, and the
+    input of the same role in the template, the block of which the others are copies."""
 
     run: int
     block: int

@@ -276,6 +276,8 @@ def acts(family: Family) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "give backend='aten'", lambda: optimized(backend="inductor")
     yield "give precision='fp32'", lambda: optimized(precision="bf16")
     yield "'tiles' cannot be used", lambda: optimized(allow={"recompute", "tiles"})
+    stepping = {"recompute", "optimizer_in_backward"}
+    yield "'optimizer_in_backward' cannot be used", lambda: optimized(allow=stepping, example_inputs=batch)
     yield "leave out outputs='all'", lambda: optimized(outputs="all")
     yield "leave out the argument forwards", lambda: optimized(forwards=2)
     yield "leave out the argument dynamic", lambda: optimized(dynamic={"tokens": {0: torch.export.Dim.AUTO}})
