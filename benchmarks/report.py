@@ -270,6 +270,23 @@ def second_start(document: Document) -> str:
     return f"{table(head, rows)}\n\n{source(document)}"
 
 
+def longest(document: Document) -> str:
+    def of(row: Document, with_tiles: str, without: str) -> str:
+        return f"{100 * (row[with_tiles] / row[without] - 1):+.1f}%" if row["longest"] else "–"
+
+    rows = [
+        (row["model"], f"{row['card_gb']} GB", f"{row['longest']:,}", f"{row['tiled']:,}",
+         number(row["tiled"] / row["longest"]) if row["longest"] else "–",
+         of(row, "tiled_smallest_gb", "smallest_gb"), of(row, "tiled_seconds", "seconds"))
+        for row in document["rows"]
+    ]  # fmt: skip
+    head = ("model", "card", "longest", "with tiles", "times", "smallest budget", "time")
+    about = """One sequence or image a step, planned on the meta device: the most tokens, or pixels of a side, that fit,
+without and with the lever "tiles"; at the longest that fits without them, what tiles change of the smallest budget and
+of the predicted time at the card's size. 0: no length fits."""
+    return f"{about}\n\n{table(head, rows)}\n\n{source(document)}"
+
+
 def html_page(document: Document) -> str:
     rows = [
         (row["model"], f"{row['operators']:,}", number(row["page_mb"]), number(row["ready_ms"], 0),
@@ -335,6 +352,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Document], str]]] = {
     "Learning in 16 bits": ("learning", learning),
     "8-bit layers": ("fp8_small", fp8),
     "The chunked loss": ("chunk_loss", chunked_loss),
+    "The longest sequences": ("longest", longest),
     "Articles": ("articles", articles),
     "An article's fine-tuning, measured": ("vit_finetune_small", vit_finetune),
     "Planning, beside a first step": ("starts", planning),
