@@ -74,6 +74,10 @@ _ARGUMENTS = (
         "bf16 unless --precision is fp32.",
     ),
     click.option(
+        "--bits", type=click.Choice(["4"]),
+        help="With --lora: the frozen linear layers have this many bits a weight (NF4 of bitsandbytes, as in QLoRA).",
+    ),
+    click.option(
         "--host-gb", metavar="GB",
         help="GB of host memory that the plan may use. Without --allow, frozen parameters may lie there too "
         "(offload_parameters), with the backend aten.",
@@ -104,6 +108,7 @@ class Job:
     budget_gb: str | None = None
     allow: str | None = None
     lora: int | None = None
+    bits: str | None = None
     host_gb: str | None = None
     precision: str = "auto"
     optimizer: str = "adamw"
@@ -130,8 +135,11 @@ class Job:
         shapes = parse_shapes(self.shapes)
         check_options(budget, **options)  # and again by what plans: loading the model takes a while
         build = model_factory(self.model, self.settings)
+        if self.bits is not None and self.lora is None:
+            raise UsageError("--bits needs --lora: 4-bit weights are not trained")
         if self.lora is not None:
-            build = with_lora(build, self.lora, torch.float32 if self.precision == "fp32" else torch.bfloat16)
+            dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
+            build = with_lora(build, self.lora, dtype, packed=self.bits is not None)
         model, inputs = on_meta(build)
         if not shapes and inputs is not None:
             shapes = shapes_of(inputs, self.model, with_target=self.loss is not None)

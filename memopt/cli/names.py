@@ -69,13 +69,17 @@ def _check_arguments(function: Any, values: Mapping[str, Any], name: str) -> Non
         raise UsageError(f"{name} needs {', '.join(map(repr, missing))}; give it with {give}")
 
 
-def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
+def with_lora(build: Factory, rank: int, dtype: torch.dtype, *, packed: bool = False) -> Factory:
     """A function that makes the model of `build` frozen and in `dtype`, with LoRA adapters in fp32 on its linear
-    layers, but not on experts that are stacked in one parameter: a forward with these is no single graph."""
+    layers, but not on experts that are stacked in one parameter: a forward with these is no single graph. If `packed`,
+    the layers with adapters are 4-bit ones (`with_4_bits`)."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
+
+        if packed:
+            import bitsandbytes  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UsageError("--lora needs peft: pip install peft") from error
+        raise UsageError(f"{'--bits' if packed else '--lora'} needs {error.name}: pip install {error.name}") from error
 
     def adapted() -> tuple[nn.Module, Any]:
         model: Any
@@ -84,8 +88,11 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
         left_out = [name for name, module in model.named_modules() if module is head and name]
         config = LoraConfig(r=rank, target_modules="all-linear", exclude_modules=left_out or None)
         with _users_code("--lora: peft raised %s"):
+            model.to(dtype)
             # within a module that has no `config`, by which PEFT would find stacked experts
-            inject_adapter_in_model(config, nn.Sequential(model.to(dtype)), low_cpu_mem_usage=True)
+            wrapped: Any = nn.Sequential(with_4_bits(model, head) if packed else model)
+            wrapped.is_loaded_in_4bit = packed
+            inject_adapter_in_model(config, wrapped, low_cpu_mem_usage=True)
         if getattr(getattr(model, "config", None), "use_cache", False):
             model.config.use_cache = False  # as a Trainer has it; else the step returns all layers' keys and values
         for parameter in model.parameters():
@@ -94,6 +101,34 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype) -> Factory:
         return model, inputs
 
     return adapted
+
+
+def with_4_bits(model: nn.Module, head: nn.Module | None) -> nn.Module:
+    """The model, on "meta", with linear layers of bitsandbytes in the place of all its own but the `head`, as QLoRA has
+    them: 4 bits a weight (NF4), an 8-bit scale for each 64 of these, and a scale in fp32 for each 256 scales."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    def made(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    def quantised(inner: nn.Linear) -> nn.Module:
+        shape, dtype = inner.weight.shape, inner.weight.dtype
+        blocks = -(-shape.numel() // 64)
+        nested = QuantState(made(-(-blocks // 256)), code=made(256), blocksize=256, dtype=torch.float32)
+        state = QuantState(made(blocks, dtype=torch.uint8), shape, made(16), 64, "nf4", dtype, made(), nested)
+        layer = Linear4bit(*shape[::-1], bias=inner.bias is not None, compute_dtype=dtype, device="meta")
+        values = made(-(-shape.numel() // 2), 1, dtype=torch.uint8)
+        layer.weight = Params4bit(values, quant_state=state, quant_type="nf4", module=layer, bnb_quantized=True)
+        layer.bias = inner.bias
+        layer.quant_state = state
+        return layer
+
+    for module in list(model.modules()):
+        for name, inner in list(module.named_children()):
+            if type(inner) is nn.Linear and inner is not head:
+                setattr(module, name, quantised(inner))
+    return model
 
 
 def on_meta(build: Factory) -> tuple[nn.Module, Any]:

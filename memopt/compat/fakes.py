@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
+from memopt.compat.tensors import holds_tensors
 from passes.compat import Replacement, private, replaced
 
 PRIVATE_NAMES = private("""
@@ -92,12 +94,29 @@ def _resizing_gradient(
 def to_fake(
     mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A fake of `tensor` (real, meta or fake) on `device`, in `dtype` if given; a parameter's fake is a parameter."""
+    """A fake of `tensor` (real, meta or fake) on `device`, in `dtype` if given; a parameter's fake is a parameter, with
+    its attributes, and fakes of the tensors in them: the scales of a 4-bit weight of bitsandbytes are there."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
     fake = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        parameter = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        parameter.__dict__.update(vars(tensor))
+        _fake_attributes(parameter, lambda held: to_fake(mode, held, device), {})
+        return parameter
     return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
+
+
+def _fake_attributes(value: object, fake: Callable[[torch.Tensor], torch.Tensor], twins: dict[int, Any]) -> None:
+    """Replace the tensors among an object's attributes by fakes, and the objects that hold tensors by copies."""
+    for name, held in vars(value).items():
+        if id(held) in twins:
+            setattr(value, name, twins[id(held)])
+        elif isinstance(held, torch.Tensor):
+            setattr(value, name, fake(held))
+        elif holds_tensors(held):
+            twin = twins[id(held)] = copy.copy(held)
+            setattr(value, name, twin)
+            _fake_attributes(twin, fake, twins)
 
 
 def new_storage(nbytes: int | torch.SymInt) -> torch.UntypedStorage:

@@ -56,7 +56,8 @@ is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The tensors that hold the memory of `tensors`, without copies: those inside a wrapper (a quantised weight, a
-    sharded parameter), indices and values of a sparse one, values of a nested one, a plain tensor itself."""
+    sharded parameter), indices and values of a sparse one, values of a nested one, a plain tensor itself, with the
+    scales in the attributes of a parameter that is of a class of its own (a 4-bit weight of bitsandbytes)."""
     tensor: Any
     for tensor in tensors:
         if is_wrapper(tensor):
@@ -72,6 +73,23 @@ def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield tensor.values()
         else:
             yield tensor
+            if isinstance(tensor, torch.nn.Parameter) and type(tensor) is not torch.nn.Parameter:
+                yield from _in_attributes(tensor)
+
+
+def _in_attributes(value: object, seen: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+    """The tensors among the attributes of an object, and of the objects that have tensors among theirs."""
+    for held in vars(value).values():
+        if isinstance(held, torch.Tensor):
+            yield held
+        elif id(held) not in seen and holds_tensors(held):
+            yield from _in_attributes(held, seen | {id(held)})
+
+
+def holds_tensors(value: object) -> bool:
+    """Whether an attribute of an object, which is no module, is a tensor."""
+    attributes = {} if isinstance(value, torch.nn.Module) else getattr(value, "__dict__", {})
+    return any(isinstance(held, torch.Tensor) for held in attributes.values())
 
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

@@ -150,6 +150,13 @@ def fp8_scales(call: OpCall) -> int:
     return (40 * (first(call).numel // 32) if rounded else 16 * (first(call).numel // 64)) + 2 * KB
 
 
+def unpacked_weight(call: OpCall) -> int:
+    """Upper bound on the workspace bytes of a product with a 4-bit weight of bitsandbytes: the weight in the dtype of
+    the input, and its scales in fp32, twice where they are quantised too."""
+    scales = sum(spec.numel for spec in call.inputs[2:])
+    return math.prod(call.argument(2)) * first(call).dtype.itemsize + 8 * scales + copies(call) + KB
+
+
 def gaps(call: OpCall) -> int:
     """Workspace bytes of copies of the inputs whose elements do not fill one range of memory."""
     return sum(spec.dense_bytes for spec in call.inputs if not spec.dense)
@@ -213,6 +220,9 @@ COMMON: dict[str, Rule] = {
     "linalg_matrix_exp": lambda call: 16 * max(4, first(call).dtype.itemsize) * first(call).numel + KB,
     "nonzero": lambda call: 16 * first(call).numel,
     "_to_sparse": sparse_copies,
+    **for_each("gemm_4bit gemv_4bit", unpacked_weight),
+    **for_each("dequantize_4bit dequantize_blockwise", lambda call: 8 * call.inputs[1].numel + copies(call) + KB),
+    "int8_scaled_mm": lambda call: 4 * call.outputs[0].numel + all_bytes(call),
     "nonzero_static": lambda call: 8 * max(2, len(first(call).size)) * first(call).numel,
     **for_each("_unique _unique2", lambda call: all_bytes(call) + 32 * first(call).numel + KB),
     **for_each("any all", lambda call: 0 if first(call).dtype == torch.bool else first(call).numel + SCALARS),

@@ -20,7 +20,9 @@ from passes.compat import free_unbacked_symbols, schema_of, statically_known_tru
 OPERATOR_OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
 """The class of `aten.add.Tensor` and its like, taken from an instance because it has no public name."""
 
-_PURE_NAMESPACES = frozenset({"aten", "prims"})
+_PURE_NAMESPACES = frozenset({"aten", "prims", "bitsandbytes"})
+"""Those whose operators have no state, and write only to what their schemas say. Bitsandbytes' products with quantised
+weights are recomputed like any other."""
 
 # Those of our own operators that have no state: the same arguments give the same bits.
 _PURE_OURS = frozenset(
@@ -79,7 +81,7 @@ def is_pure(node: Node) -> bool:
     """True if the node may be removed when unused: it writes nothing, is not random, and asserts nothing.
 
     Collectives, higher-order operators and custom operators count as impure, except those of memopt that are known to
-    be pure."""
+    be pure, and those of bitsandbytes."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function":

@@ -164,6 +164,29 @@ def test_lora_leaves_stacked_experts_and_the_head_alone() -> None:
     assert not model.config.use_cache
 
 
+def test_four_bits_are_those_of_the_frozen_linear_layers() -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes = (*TINY_LLAMA[:-1], "vocab_size=64", "tie_word_embeddings=false")
+    model, _ = on_meta(with_lora(model_factory("llama", sizes), 4, torch.bfloat16, packed=True))
+    packed = {name: one for name, one in model.named_parameters() if one.dtype is torch.uint8}
+    assert len(packed) == 2 * 7
+    assert sum(one.nbytes for one in packed.values()) == 2 * (4 * 64 * 64 + 3 * 64 * 128) // 2
+    assert model.lm_head.weight.dtype is torch.bfloat16
+    with pytest.raises(UsageError, match="--bits needs --lora"):
+        Job("llama", bits="4").prepare()
+
+
+@pytest.mark.slow
+def test_a_base_of_four_bits_is_planned_packed() -> None:
+    """A card's plan counts packed weights and their scales, and room for the one that a product unpacks."""
+    pytest.importorskip("bitsandbytes")
+    wide = ("num_hidden_layers=3", "hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8")
+    job = Job("llama", ("input_ids=1x64:int64",), (*wide, "vocab_size=99"), device="rtx-4090", lora=4, effort="fast")
+    sixteen, four = (planned(replace(job, bits=bits, budget_gb="4")).plan.account.parameters for bits in (None, "4"))
+    weights = 3 * (4 * 1024**2 + 3 * 1024 * 4096)
+    assert sixteen - four == pytest.approx(weights * (2 - 0.5 - 1 / 64 - 4 / 64 / 256), rel=1e-3)
+
+
 def test_host_memory_lets_frozen_parameters_leave_the_card() -> None:
     options = Job("llama", host_gb="64").options()
     assert (options["host_gb"], options["backend"]) == (64, "auto")

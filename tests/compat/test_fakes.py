@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from memopt.compat.fakes import FakeTensor, broadcast_masks, failing_on_fakes, new_fake_mode, to_fake
 from memopt.compat.symbols import limit_of
+from memopt.compat.tensors import with_memory
 from passes.compat import replaced_all
 
 CUDA = torch.device("cuda", 0)
@@ -27,6 +29,27 @@ def test_the_fake_of_a_parameter_is_a_parameter() -> None:
     assert isinstance(fake, nn.Parameter)
     assert fake.dtype == torch.bfloat16
     assert not fake.requires_grad
+
+
+class Scales:
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.again, self.blocks = values, self, 4
+
+
+class Packed(nn.Parameter):
+    """A weight with scales in its attributes, as bitsandbytes has them."""
+
+
+def test_tensors_in_the_attributes_of_a_parameter_have_fakes_too() -> None:
+    weight = Packed(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    weight.scales, weight.layer = Scales(torch.ones(2)), nn.Linear(2, 2)  # type: ignore[attr-defined]
+    fake: Any = to_fake(new_fake_mode(), weight, CUDA)
+    assert isinstance(fake.scales.values, FakeTensor)
+    assert fake.scales.values.device == CUDA
+    assert fake.scales.again is fake.scales or isinstance(fake.scales.again.values, FakeTensor)
+    assert (fake.scales.blocks, fake.layer) == (4, weight.layer)  # type: ignore[attr-defined]
+    assert not isinstance(weight.scales.values, FakeTensor)  # type: ignore[attr-defined]
+    assert [one.nbytes for one in with_memory([weight])] == [8, 8]
 
 
 def test_each_mode_has_its_own_symbols() -> None:

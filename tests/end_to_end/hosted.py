@@ -86,6 +86,26 @@ def qwen3_moe() -> nn.Module:
     return model
 
 
+def nf4() -> nn.Module:
+    """A Llama whose frozen layers are 4-bit weights of bitsandbytes with quantised scales, with adapters of PEFT."""
+    bitsandbytes, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
+    sizes = {"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, intermediate_size=256, max_position_embeddings=32, use_cache=False)
+    with torch.device("cpu"):  # nothing is quantised on "meta"
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        for layer in list(model.model.layers.modules()):
+            for name, inner in list(layer.named_children()):
+                if isinstance(inner, nn.Linear):
+                    kind = {"bias": False, "compute_dtype": torch.float32, "quant_type": "nf4"}
+                    packed = bitsandbytes.nn.Linear4bit(inner.in_features, inner.out_features, **kind)
+                    packed.load_state_dict(inner.state_dict())
+                    setattr(layer, name, packed.to("cpu"))
+        adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+        adapted: nn.Module = peft.get_peft_model(model, adapters).train()
+        return adapted
+
+
 class Packed(nn.Module):
     """A frozen linear layer of 4-bit values, two in a byte, with a scale for each row, as quantised bases have it."""
 
@@ -223,6 +243,7 @@ def trained(family: Frozen, model: nn.Module, steps: int = STEPS) -> Trained:
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, losses, peaks = torch.optim.AdamW(own, lr=1e-2), [], []
     torch.manual_seed(2)
+    gc.collect()  # weights of bitsandbytes are parts of reference cycles
     for _ in range(steps):
         with memopt.measure_peak() as peak:
             loss = family.loss(model, family.batch())
@@ -267,4 +288,4 @@ def linked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 GPT2, LLAMA, EXPERTS = Frozen(gpt2), Frozen(llama), Frozen(experts)
-QWEN3_MOE, QUANTISED = Frozen(qwen3_moe), Frozen(quantised)
+QWEN3_MOE, QUANTISED, NF4 = Frozen(qwen3_moe), Frozen(quantised), Frozen(nf4)
