@@ -106,8 +106,8 @@ def with_lora(build: Factory, rank: int, dtype: torch.dtype, *, packed: bool = F
 def with_4_bits(model: nn.Module, head: nn.Module | None) -> nn.Module:
     """The model, on "meta", with linear layers of bitsandbytes in the place of all its own but the `head`, as QLoRA has
     them: 4 bits a weight (NF4), an 8-bit scale for each 64 of these, and a scale in fp32 for each 256 scales."""
-    from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    library: Any = importlib.import_module("bitsandbytes")
+    layers, new_state = library.nn, library.functional.QuantState
 
     def made(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
@@ -115,11 +115,11 @@ def with_4_bits(model: nn.Module, head: nn.Module | None) -> nn.Module:
     def quantised(inner: nn.Linear) -> nn.Module:
         shape, dtype = inner.weight.shape, inner.weight.dtype
         blocks = -(-shape.numel() // 64)
-        nested = QuantState(made(-(-blocks // 256)), code=made(256), blocksize=256, dtype=torch.float32)
-        state = QuantState(made(blocks, dtype=torch.uint8), shape, made(16), 64, "nf4", dtype, made(), nested)
-        layer = Linear4bit(*shape[::-1], bias=inner.bias is not None, compute_dtype=dtype, device="meta")
+        nested = new_state(made(-(-blocks // 256)), code=made(256), blocksize=256, dtype=torch.float32)
+        state = new_state(made(blocks, dtype=torch.uint8), shape, made(16), 64, "nf4", dtype, made(), nested)
+        layer = layers.Linear4bit(*shape[::-1], bias=inner.bias is not None, compute_dtype=dtype, device="meta")
         values = made(-(-shape.numel() // 2), 1, dtype=torch.uint8)
-        layer.weight = Params4bit(values, quant_state=state, quant_type="nf4", module=layer, bnb_quantized=True)
+        layer.weight = layers.Params4bit(values, quant_state=state, quant_type="nf4", module=layer, bnb_quantized=True)
         layer.bias = inner.bias
         layer.quant_state = state
         return layer
