@@ -1,11 +1,12 @@
 """What fits which card: the largest Llama and Qwen that trains, in full and with LoRA, and with which levers.
 
-    python -m benchmarks.guide [--only Llama-3.1-8B] [--upto 8] [--ways host]
+    python -m benchmarks.guide [--only Llama-3.1-8B] [--upto 8] [--ways host qlora]
 
 Planned on the meta device with the shapes of the published models, nothing is run: one sequence of 2,048 tokens at a
 time (TrainStep accumulates), bf16 compute, AdamW, logits computed on demand only, no activation offloaded. In full:
 fp32 parameters, gradients and state; LoRA: adapters of rank 16 on all linear layers of the blocks, a base in bf16, on
-the card or in the host's memory ("offload_parameters"). For each model the smallest budget is found, with the levers
+the card or in the host's memory ("offload_parameters"); QLoRA: the same on bitsandbytes' NF4 with quantised scales,
+embedding and head in bf16. For each model the smallest budget is found, with the levers
 that are on by default and with each combination of levers on the optimizer. Writes `results/guide.json` model by
 model, and from all that is in there `docs/guide.md`.
 """
@@ -26,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 import memopt
 from benchmarks.real_models import integers
 from benchmarks.stamp import stamp, write_result
+from memopt.cli.names import on_meta, with_lora
 from memopt.errors import GIB, BudgetError
 from memopt.levers import DEFAULT_LEVERS, OPTIMIZER_LEVERS
 from memopt.planning.advice import with_low_rank
@@ -47,6 +49,12 @@ PUBLISHED = (
     ("Unsloth, 14B", 33.0, "Qwen2.5-14B", "lora"),
     ("Unsloth, 32B", 76.0, "Qwen2.5-32B", "lora"),
     ("Unsloth, 70B", 164.0, "Llama-3.1-70B", "lora"),
+    ("Unsloth, 3B, 4 bits", 3.5, "Llama-3.2-3B", "qlora"),
+    ("Unsloth, 7B, 4 bits", 5.0, "Qwen2.5-7B", "qlora"),
+    ("Unsloth, 8B, 4 bits", 6.0, "Llama-3.1-8B", "qlora"),
+    ("Unsloth, 14B, 4 bits", 8.5, "Qwen2.5-14B", "qlora"),
+    ("Unsloth, 32B, 4 bits", 26.0, "Qwen2.5-32B", "qlora"),
+    ("Unsloth, 70B, 4 bits", 41.0, "Llama-3.1-70B", "qlora"),
 )
 """Figures of others in GB, each with the model and the way of this guide that are nearest to it."""
 CARD = "h100"
@@ -83,28 +91,31 @@ MODELS: dict[str, tuple[float, Callable[[], nn.Module]]] = {
     "Llama-3.1-70B": (70.6, lambda: llama(8192, 28672, 80, 64, 8)),
     "Qwen2.5-72B": (72.7, lambda: qwen(8192, 29568, 80, 64, 8)),
 }
+WAYS = ("full", "lora", "qlora", "host")
 EXACT = "exact levers"
 HERE = DEFAULT_LEVERS - {"offload_activations"}
 Needs = dict[str, float]
 """The smallest budget in GB of 1024³ bytes, by the levers that are allowed."""
 
 
-def made(name: str, *, lora: bool) -> nn.Module:
+def made(name: str, way: str) -> nn.Module:
     with torch.device("meta"):
         model = MODELS[name][1]()
-    if lora:
+    if way == "qlora":
+        model, _ = on_meta(with_lora(lambda: (model, None), 16, torch.bfloat16, packed=True))
+    elif way != "full":
         model, _ = with_low_rank(model.to(torch.bfloat16))
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]
     return model.train()
 
 
-def needs(name: str, *, lora: bool) -> Needs:
+def needs(name: str, way: str) -> Needs:
     """Return the smallest budgets of a step in GB: with default levers, and with combinations of optimizer levers."""
-    allow = HERE if lora else HERE | OPTIMIZER_LEVERS
+    allow = HERE | OPTIMIZER_LEVERS if way == "full" else HERE
     batch = {"input_ids": integers(1, LENGTH), "labels": integers(1, LENGTH)}
     options = check_options(0.6, precision="bf16", allow=allow, device=CARD)
     try:
-        Session(made(name, lora=lora), options).plan(batch, advise=False)
+        Session(made(name, way), options).plan(batch, advise=False)
     except BudgetError as error:
         return {" + ".join(names) or EXACT: nbytes / GIB for names, nbytes in error.smallest_with.items()}
     raise AssertionError("0.6 GB fit")
@@ -115,7 +126,7 @@ def on_host(name: str, length: int) -> float:
     allow = HERE | {"offload_parameters"}
     batch = {"input_ids": integers(1, length), "labels": integers(1, length)}
     plan = memopt.plan(
-        made(name, lora=True), 4096, batch, precision="bf16", allow=allow, device=CARD, host_gb=1024, effort="fast"
+        made(name, "host"), 4096, batch, precision="bf16", allow=allow, device=CARD, host_gb=1024, effort="fast"
     )
     assert plan.source is not None
     assert plan.source.tightest is not None
@@ -149,21 +160,24 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         how = "" if takes == EXACT else f", {takes}"
         return f"{name} ({found[name][mode][takes]:.1f} GB{how})"
 
-    lines = ["| card | in full, exact levers | in full, with proposals | LoRA, exact levers |", "|---|---|---|---|"]
+    lines = [
+        "| card | in full, exact levers | in full, with proposals | LoRA, exact levers | QLoRA |",
+        "|---" * 5 + "|",
+    ]
     lines += [
         f"| {card} GB | {cell('full', card, exact=True)} | {cell('full', card, exact=False)} "
-        f"| {cell('lora', card, exact=True)} |"
+        f"| {cell('lora', card, exact=True)} | {cell('qlora', card, exact=True)} |"
         for card in CARDS
     ]
-    lines_of_models = ["| model | in full | with proposals | LoRA | its base on the host |", "|---|---|---|---|---|"]
+    lines_of_models = ["| model | in full | with proposals | LoRA | its base on the host | QLoRA |", "|---" * 6 + "|"]
     for name, modes in found.items():
         full, lora = modes["full"], modes["lora"]
         proposals = {words: gb for words, gb in full.items() if words != EXACT}
         least = min(proposals, key=proposals.__getitem__)
         there = f"{modes['host'][str(LENGTH)]:.1f}" if "host" in modes else "not run"
-        lines_of_models.append(
-            f"| {name} | {full[EXACT]:.1f} | {proposals[least]:.1f} ({least}) | {lora[EXACT]:.1f} | {there} |"
-        )
+        packed = f"{modes['qlora'][EXACT]:.1f}" if "qlora" in modes else "not run"
+        exact = f"{full[EXACT]:.1f} | {proposals[least]:.1f} ({least}) | {lora[EXACT]:.1f}"
+        lines_of_models.append(f"| {name} | {exact} | {there} | {packed} |")
     hosted = {name: modes["host"] for name, modes in found.items() if "host" in modes}
     by_length = ["| model | " + " | ".join(f"{card} GB" for card in CARDS) + " |", "|---" * (1 + len(CARDS)) + "|"]
     by_length += [
@@ -171,8 +185,10 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
     ]
     beside = ["| published | GB | here | GB | apart |", "|---|---|---|---|---|"]
     for words, published, name, mode in PUBLISHED:
-        ways = found[name][mode]
-        here, how = ways[EXACT], "LoRA"
+        ways = found[name].get(mode, {})
+        if not ways:
+            continue
+        here, how = ways[EXACT], "QLoRA" if mode == "qlora" else "LoRA"
         if mode == "full":
             how = min(ways, key=ways.__getitem__)
             here = ways[how]
@@ -202,8 +218,8 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         " LoRA in 16 bits, called an absolute minimum, without a length. Read as GB of 10⁹ bytes, they are 7%"
         " smaller than here, and all but those of 8B (-18%) and 70B (-10.2%) lie within 10%. The smallest "
         "plans recompute all that they can; what Unsloth holds beyond is not published.",
-        "QLoRA has no column: `memopt plan` builds no 4-bit base. A LoRA whose 16-bit base lies on the host "
-        "takes less of the card than a 4-bit base on it (Unsloth: 6 GB for 8B), and more time. Of mixtures of"
+        "A LoRA whose 16-bit base lies on the host takes less of the card than a 4-bit base on it, and more time. "
+        "`memopt plan CONFIG --lora 16 --bits 4` plans a QLoRA of any model. Of mixtures of"
         " experts, axolotl#3787 has 6.00 GB with 4-bit experts on the card and 2.60 GB with experts streamed "
         "from the host (OLMoE-1B-7B, 256 tokens, the step 11% longer; at 2,048 tokens 5.84 and 4.11 GB, the "
         "step twice as long): no such 4-bit experts are built here, so that these figures have no counterpart"
@@ -216,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--upto", type=float, default=1000, help="billions of parameters")
-    parser.add_argument("--ways", nargs="+", choices=("full", "lora", "host"), default=["full", "lora", "host"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     chosen = parser.parse_args()
     found: dict[str, dict[str, Needs]] = json.loads(RESULT.read_text())["models"] if RESULT.exists() else {}
     for name in chosen.only:
@@ -227,7 +243,7 @@ def main() -> None:
                 if way == "host":
                     ways[way] = {str(length): on_host(name, length) for length in (LENGTH, LONGER)}
                 else:
-                    ways[way] = needs(name, lora=way == "lora")
+                    ways[way] = needs(name, way)
             print(name, f"{time.perf_counter() - start:.0f} s", found[name], file=sys.stderr, flush=True)
             found = {model: found[model] for model in MODELS if model in found}
             write_result(RESULT, {**stamp(), "models": found})
