@@ -26,8 +26,7 @@ from memopt.planning.plan_graphs import PlanDiff
 from memopt.planning.terms import ModelTerms, Situation
 from memopt.show.op_story import told_graph
 from memopt.show.plan_diffs import diff_between, diff_of
-from memopt.show.step import Step
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import Step, step_of
 
 if TYPE_CHECKING:
     from networkx import DiGraph

@@ -12,8 +12,7 @@ from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, band_of, bands, columns, edges, end_of
 from memopt.show.drawing import QUIET, drawn, new_figure, quiet_frame
-from memopt.show.step import Step, StepMemory
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import Step, StepMemory, step_of
 from memopt.units import size
 
 if TYPE_CHECKING:
