@@ -17,8 +17,7 @@ from traceback import walk_tb
 from types import FrameType
 
 from memopt.cli.early import BAD_USAGE, DOES_NOT_FIT, FAILED, one_line
-from memopt.garbage import rare_collections
-from memopt.progress import lines_on_stderr
+from memopt.progress import lines_on_stderr, rare_collections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
