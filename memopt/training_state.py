@@ -16,16 +16,20 @@ from typing_extensions import Self
 
 from memopt.compat.host import HOST
 from memopt.compat.modules import buffers_in, cached_parametrizations, modules_of
-from memopt.random_states import GENERATORS, generator_states, set_generators, set_state, state_of
 from memopt.saved_values import (
+    GENERATORS,
     SavedValues,
     apart,
+    generator_states,
     has_version,
     is_small,
     on_host,
     parameters_restored,
     parts_of,
     set_aside,
+    set_generators,
+    set_state,
+    state_of,
     written_parameters,
 )
 from passes.ops.fp8_formats import histories_state, load_histories

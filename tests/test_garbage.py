@@ -10,8 +10,8 @@ import pytest
 
 import memopt
 from examples.models.families import loss_of
-from memopt.garbage import rare_collections
 from memopt.planning.call_planner import CallPlanner
+from memopt.progress import rare_collections
 from tests.marks import slow
 from tests.shortened import SHORT
 

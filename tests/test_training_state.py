@@ -10,8 +10,7 @@ from torch import nn
 
 from memopt.compat.tensors import same_bits
 from memopt.meter import measure_peak
-from memopt.random_states import generator_states, set_generators
-from memopt.saved_values import parameters_restored, written_parameters
+from memopt.saved_values import generator_states, parameters_restored, set_generators, written_parameters
 from memopt.training_state import CallState, ForwardState, TrainingState, containers_restored, undone
 from passes.ops.fp8_formats import histories_of
 

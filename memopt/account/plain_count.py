@@ -37,8 +37,7 @@ from memopt.device import Hardware
 from memopt.device.devices import device_here, device_of
 from memopt.device.op_call import OpCall
 from memopt.device.workspace import call_workspace_bytes
-from memopt.random_states import draws_so_far
-from memopt.saved_values import values_restored
+from memopt.saved_values import draws_so_far, values_restored
 from memopt.training_state import undone, undone_but_parameters
 
 Run: TypeAlias = Callable[..., Any]

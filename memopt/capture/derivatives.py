@@ -12,13 +12,11 @@ from torch import fx
 from memopt.capture.dynamo import GraphBreak
 from memopt.capture.dynamo_graph import graphs_within, nodes_within
 from memopt.compat.operators import (
+    SETS_GRAD_MODE,
     HigherOrderOperator,
     begins_transform,
     custom_function,
-    is_checkpoint,
-    is_custom_function,
     requiring_grad,
-    sets_grad_mode,
     takes_derivative,
 )
 
@@ -110,10 +108,11 @@ def _replace_functions(graph_module: fx.GraphModule) -> None:
     calls = [(inner, node) for inner, node in nodes if isinstance(node.target, HigherOrderOperator)]
     transforms = any(begins_transform(node.target) for _, node in nodes)
     for inner, call in calls:
-        if is_checkpoint(call.target):
+        if call.target is torch.ops.higher_order.tag_activation_checkpoint:
             continue
-        name = "an autograd.Function" if is_custom_function(call.target) else str(call.target)
-        if transforms or not is_custom_function(call.target) or not _can_run_again(inner, call):
+        is_function = call.target is torch.ops.higher_order.autograd_function_apply
+        name = "an autograd.Function" if is_function else str(call.target)
+        if transforms or not is_function or not _can_run_again(inner, call):
             raise GraphBreak(f"the model takes second derivatives through {name}, which a captured graph would lose")
         forward, backward, *arguments = call.args
         for node in _grad_modes(_body(inner, backward)):
@@ -132,7 +131,7 @@ def _body(inner: fx.GraphModule, node: Any) -> Any:
 
 
 def _grad_modes(body: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in body.graph.nodes if sets_grad_mode(node.target)]
+    return [node for node in body.graph.nodes if node.target is SETS_GRAD_MODE]
 
 
 def _can_run_again(inner: fx.GraphModule, call: fx.Node) -> bool:

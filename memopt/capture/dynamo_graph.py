@@ -12,7 +12,7 @@ from torch import fx, nn
 from memopt.compat.fakes import unknown_numbers
 from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.host import is_on_host
-from memopt.compat.operators import is_nested_region, requiring_grad, tree_leaves
+from memopt.compat.operators import requiring_grad, tree_leaves
 from memopt.compat.symbols import fix_float, fixed_float, has_unknown_float
 from memopt.compat.tensors import has_no_storage, is_sharded, storage_key, with_memory
 from memopt.errors import CaptureError
@@ -86,7 +86,7 @@ def inline_nested_regions(graph_module: fx.GraphModule) -> None:
 
     Edits the graph."""
     for inner in reversed(graphs_within(graph_module)):
-        calls = [node for node in inner.graph.nodes if is_nested_region(node.target)]
+        calls = [node for node in inner.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
         for call in calls:
             _inline(inner, call)
         if calls:

@@ -19,7 +19,7 @@ from memopt.capture.region import RecordedRegion
 from memopt.compat.dynamo import keep_nodes
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode, to_fake
 from memopt.compat.host import HOST
-from memopt.random_states import generator_states, set_generators
+from memopt.saved_values import generator_states, set_generators
 from memopt.training_state import Attributes
 
 

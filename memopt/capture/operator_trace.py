@@ -15,12 +15,11 @@ from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.dynamo import copy_source
 from memopt.compat.fakes import FakeTensorMode, fresh_fakes
 from memopt.compat.operators import (
+    ENTERS_AUTOCAST,
+    LEAVES_AUTOCAST,
+    READS_DATA,
+    SETS_GRAD_MODE,
     HigherOrderOperator,
-    enters_autocast,
-    is_checkpoint,
-    leaves_autocast,
-    reads_data,
-    sets_grad_mode,
     without_torch_functions,
 )
 from memopt.compat.symbols import rebind_data_sizes
@@ -106,7 +105,7 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Set grad mode and autocast as the call says; trace any other call."""
         if isinstance(target, HigherOrderOperator):
-            if is_checkpoint(target):
+            if target is torch.ops.higher_order.tag_activation_checkpoint:
                 # The plan decides what is recomputed, so the author's checkpoint is inlined.
                 inner, *rest = args
                 names = {str(node.target) for node in inner.graph.find_nodes(op="placeholder")}
@@ -124,15 +123,15 @@ class _Interpreter(fx.Interpreter):
                     "gets"
                 )
             return opaque_call(target, args, kwargs, self.mode)
-        if sets_grad_mode(target):
+        if target is SETS_GRAD_MODE:
             with without_torch_functions():
                 target(*args, **kwargs)
             return None
-        if enters_autocast(target):
+        if target is ENTERS_AUTOCAST:
             return self.modes.enter_autocast(*args)
-        if leaves_autocast(target):
+        if target is LEAVES_AUTOCAST:
             return self.modes.leave_autocast()
-        if reads_data(target):  # no operator: its result would be a constant of the trace
+        if target is READS_DATA:  # no operator: its result would be a constant of the trace
             return DATA(*args)
         return super().call_function(target, args, kwargs)
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from memopt.compat.fakes import FakeTensor
-from memopt.compat.operators import RunningBy, enters_autocast, leaves_autocast, schema_of, sets_grad_mode
+from memopt.compat.operators import ENTERS_AUTOCAST, LEAVES_AUTOCAST, SETS_GRAD_MODE, RunningBy, schema_of
 from memopt.compat.symbols import data_symbols_of, largest_value
 from passes.graphs.edit import LazyCode
 from passes.graphs.node_facts import graph_results
@@ -249,8 +249,8 @@ def _piece(
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = node.meta
     for node in graph_module.graph.nodes:
-        autocast = node.op == "call_function" and (enters_autocast(node.target) or leaves_autocast(node.target))
-        if (node in inside and not sets_grad_mode(node.target)) or autocast:
+        autocast = node.op == "call_function" and node.target in (ENTERS_AUTOCAST, LEAVES_AUTOCAST)
+        if (node in inside and node.target is not SETS_GRAD_MODE) or autocast:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
     return Piece(LazyCode(graph_module, graph), numbers, taken)

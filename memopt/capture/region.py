@@ -27,7 +27,7 @@ from memopt.capture.operators import OperatorGraph, operator_graph
 from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of
 from memopt.compat.dynamo import capture_settings, changes_objects, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
-from memopt.compat.operators import enters_autocast
+from memopt.compat.operators import ENTERS_AUTOCAST
 from memopt.compat.symbols import AssumedSizes, data_symbols_of, plain_symbol, shape_symbols
 from memopt.compat.tensors import is_wrapper, special_kind
 from memopt.errors import CaptureError
@@ -145,7 +145,7 @@ class RecordedRegion:
     @cached_property
     def has_autocast(self) -> bool:
         """Whether the region's code, or code in it under a checkpoint, opens autocast blocks of its own."""
-        return any(enters_autocast(node.target) for node in nodes_within(self.graph_module))
+        return any(node.target is ENTERS_AUTOCAST for node in nodes_within(self.graph_module))
 
     @cached_property
     def _has_attention(self) -> bool:

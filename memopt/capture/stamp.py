@@ -25,7 +25,7 @@ from torch import fx
 
 from memopt.capture.blocks import TEMPLATE, BlockRun, find_runs, mark_operators, traced_from, without_mark
 from memopt.capture.standing import BlockPlace, Standing, standing_blocks
-from memopt.compat.fakes import fake_within, new_storage
+from memopt.compat.fakes import fake_within
 from memopt.compat.joint_trace import constants_as_attributes
 from memopt.compat.tracing import called_as
 from passes.graphs.edit import LazyCode
@@ -265,7 +265,8 @@ class _Copier:
             return list(tensors(real.meta["val"]))[at].untyped_storage()
         key = place.of_block(block), at
         if key not in self.storages:
-            self.storages[key] = new_storage(tensor.untyped_storage().nbytes())
+            nbytes = tensor.untyped_storage().nbytes()
+            self.storages[key] = torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
         return self.storages[key]
 
     def _finish(self, output: fx.Node) -> None:

@@ -19,7 +19,7 @@ from memopt.capture.operators import DecideJoint, Operators
 from memopt.capture.region import RecordedRegion
 from memopt.capture.stamp import trace_blocks_once
 from memopt.compat.host import device_among
-from memopt.compat.inductor import InductorFailed, compile_by_inductor, draw_seeds_at_once, seeds_apart
+from memopt.compat.inductor import compile_by_inductor, draw_seeds_at_once, seeds_apart
 from memopt.compat.joint_trace import AotTrace, InputUse, JointGraphTraced, noting_input_use, trace_region
 from memopt.compat.operators import without_autocast
 from memopt.errors import CaptureError
@@ -57,14 +57,11 @@ def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> _Inducto
         found.append((joint, num_fwd_outputs))
         raise JointGraphTraced
 
-    try:
-        # A copy, because inductor changes the module that it compiles.
-        with suppress(JointGraphTraced), replaced_all([noting_input_use(used), seeds_apart()]):
-            # Of a region without gradients inductor compiles the forward, which is returned as it is.
-            given = copy_graph_module(module), list(inputs), take_joint, lambda compiled, *_: compiled
-            compile_by_inductor(*given, lambda: "no plan")
-    except InductorFailed as failure:
-        raise not_compiled(failure) from failure
+    # A copy, because inductor changes the module that it compiles.
+    with suppress(JointGraphTraced), replaced_all([noting_input_use(used), seeds_apart()]):
+        # Of a region without gradients inductor compiles the forward, which is returned as it is.
+        given = copy_graph_module(module), list(inputs), take_joint, lambda compiled, *_: compiled
+        compile_by_inductor(*given, lambda: "no plan")
     return _InductorTrace(*found[0], used[0]) if found else _InductorTrace(None, 0, InputUse())
 
 
@@ -107,12 +104,6 @@ def lay_out_again(graph: fx.Graph) -> None:
                 changed.add(node)
             else:
                 node.meta["val"] = stored
-
-
-def not_compiled(failure: InductorFailed) -> CaptureError:
-    """The error for a user that inductor failed to compile a region."""
-    reason = " ".join(str(failure).split())[:300]
-    return CaptureError(f"inductor cannot compile a region of the model: {reason}; give optimize backend='aten'")
 
 
 INDUCTOR = "inductor"

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import nn
 from memopt.account.breakdown import ANY_LINK
 from memopt.account.optimizer_trial import optimizer_restored, state_tensors
 from memopt.capture.inputs import Call, batch_call, check_device, tensors_in
-from memopt.checks.measured_step import PhaseMeter, bytes_on, optimised
+from memopt.checks.measured_step import bytes_on, optimised
+from memopt.compat.host import MemoryEvents
 from memopt.device.devices import device_of
+from memopt.meter import start_with_resident
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import held_storages
 from memopt.price.price import RETURN_OUTPUTS
@@ -27,6 +30,8 @@ from memopt.training_state import TrainingState
 from memopt.units import size
 
 Rows = dict[str, int]
+# The mark that ends a phase in the recording: an allocation at an impossible address, of a size that no tensor has.
+_MARK_ADDRESS, _MARK_BYTES = 1, (1 << 61) - 1
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,7 @@ def _measure(
     resident = sum(fixed.values()) + before
     if kind.caching:  # also counts libraries' workspaces, which are no tensors
         resident = max(resident, kind.allocated_bytes(device) - elsewhere)
-    with PhaseMeter(device) as meter:
+    with _PhaseMeter(device) as meter:
         _train(call, optimizer, meter.end_phase)
     forward, backward, step = meter.phases
     gradients = held(parameter.grad for parameter in parameters)
@@ -222,3 +227,59 @@ def _train(
     end_phase()
     optimizer.step()
     end_phase()
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """A phase's peak and the bytes left at its end, beyond those at the beginning of the recording."""
+
+    peak_bytes: int
+    left_bytes: int
+
+
+class _PhaseMeter:
+    """Measures allocations and frees of its `with` block on `device`, divided into phases by `end_phase()`.
+
+    On the CPU, frees are seen of memory allocated in the block and of memory that Python tensors hold at its start (see
+    `measure_peak`). On CUDA the allocator's own statistics are read, and its peak is reset."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.phases: tuple[_Phase, ...] = ()
+        """The phases that have ended; on the CPU they are known once the block has ended."""
+        self._device = device
+        self._events = MemoryEvents()
+        self._start = 0
+
+    def __enter__(self) -> _PhaseMeter:
+        kind = device_of(self._device)
+        if kind.caching:
+            self._start = kind.allocated_bytes(self._device)
+            kind.reset_peak(self._device)
+            return self
+        self._start = len(start_with_resident(self._events))
+        return self
+
+    def end_phase(self) -> None:
+        """End the current phase. The bytes that are then allocated count as held from the start of the next one."""
+        kind = device_of(self._device)
+        if not kind.caching:
+            self._events.declare(_MARK_ADDRESS, _MARK_BYTES)
+            return
+        peak, now = kind.peak_bytes(self._device), kind.allocated_bytes(self._device)
+        self.phases += (_Phase(peak - self._start, now - self._start),)
+        kind.reset_peak(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        if not device_of(self._device).caching:
+            self.phases = _phases(self._events.stop()[self._start :])
+
+
+def _phases(events: list[int]) -> tuple[_Phase, ...]:
+    """The phases in a recording of bytes allocated and (negative) freed, each of which ends with a mark."""
+    phases: list[_Phase] = []
+    left = begin = 0
+    for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:
+        held = list(accumulate(events[begin:end], initial=left))
+        phases.append(_Phase(max(held), left := held[-1]))
+        begin = end + 1
+    return tuple(phases)

@@ -1,4 +1,4 @@
-"""Runs one forward and backward from a saved state and measures it, as a whole or in phases."""
+"""Runs one forward and backward from a saved state and measures it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,20 +14,16 @@ from torch import nn
 from memopt.account.account import distinct_bytes
 from memopt.capture.dynamo import in_brief
 from memopt.checks.comparison import StepRun
-from memopt.compat.host import MemoryEvents
-from memopt.device.devices import device_of
-from memopt.meter import measure_peak, start_with_resident
-from memopt.random_states import generator_states
+from memopt.meter import measure_peak
 from memopt.rewrite.policy import dtype_name
 from memopt.run.loss import scalar_loss
 from memopt.run.session import Session, session_of
+from memopt.saved_values import generator_states
 from memopt.training_state import Tensors, TrainingState
 
 # The first scale of torch.amp.GradScaler, and the divisor of the next ones, which falls faster than the scaler's.
 _FIRST_SCALE = 65536.0
 _BACKOFF = 16.0
-# The mark that ends a phase in the recording: an allocation at an impossible address, of a size that no tensor has.
-_MARK_ADDRESS, _MARK_BYTES = 1, (1 << 61) - 1
 
 
 def optimised(model: nn.Module) -> Session:
@@ -138,59 +133,3 @@ def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor], block_bytes:
     """The bytes of the storages of dense tensors on a device, each counted once, in blocks of `block_bytes`."""
     here = (one for one in tensors if one.device == device and one.layout == torch.strided)
     return distinct_bytes(here, block_bytes)
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """A phase's peak and the bytes left at its end, beyond those at the beginning of the recording."""
-
-    peak_bytes: int
-    left_bytes: int
-
-
-class PhaseMeter:
-    """Measures allocations and frees of its `with` block on `device`, divided into phases by `end_phase()`.
-
-    On the CPU, frees are seen of memory allocated in the block and of memory that Python tensors hold at its start (see
-    `measure_peak`). On CUDA the allocator's own statistics are read, and its peak is reset."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.phases: tuple[_Phase, ...] = ()
-        """The phases that have ended; on the CPU they are known once the block has ended."""
-        self._device = device
-        self._events = MemoryEvents()
-        self._start = 0
-
-    def __enter__(self) -> PhaseMeter:
-        kind = device_of(self._device)
-        if kind.caching:
-            self._start = kind.allocated_bytes(self._device)
-            kind.reset_peak(self._device)
-            return self
-        self._start = len(start_with_resident(self._events))
-        return self
-
-    def end_phase(self) -> None:
-        """End the current phase. The bytes that are then allocated count as held from the start of the next one."""
-        kind = device_of(self._device)
-        if not kind.caching:
-            self._events.declare(_MARK_ADDRESS, _MARK_BYTES)
-            return
-        peak, now = kind.peak_bytes(self._device), kind.allocated_bytes(self._device)
-        self.phases += (_Phase(peak - self._start, now - self._start),)
-        kind.reset_peak(self._device)
-
-    def __exit__(self, *_: object) -> None:
-        if not device_of(self._device).caching:
-            self.phases = _phases(self._events.stop()[self._start :])
-
-
-def _phases(events: list[int]) -> tuple[_Phase, ...]:
-    """The phases in a recording of bytes allocated and (negative) freed, each of which ends with a mark."""
-    phases: list[_Phase] = []
-    left = begin = 0
-    for end in [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]:
-        held = list(accumulate(events[begin:end], initial=left))
-        phases.append(_Phase(max(held), left := held[-1]))
-        begin = end + 1
-    return tuple(phases)

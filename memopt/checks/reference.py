@@ -14,9 +14,8 @@ from torch import nn
 from memopt.capture.dynamo import in_brief, plain_loss_call
 from memopt.capture.inputs import Call
 from memopt.compat.operators import RunningBy, kernels_as_in_eager_mode, schema_of, tree_map, without_autocast
-from memopt.random_states import generator_states, set_generators
 from memopt.run.loss import scalar_loss
-from memopt.saved_values import on_host
+from memopt.saved_values import generator_states, on_host, set_generators
 from memopt.training_state import Tensors
 
 ROUNDING = 1e-12

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.failures import FAILED, UsageError
+from memopt.cli.early import FAILED, UsageError
 from memopt.cli.job import Job, Prepared, takes_job
 from memopt.cli.output import answer, check_file
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memopt.cli.check_commands import check, lock
-from memopt.cli.failures import UsageError
+from memopt.cli.early import UsageError
 from memopt.cli.job import Job, Prepared, takes_job
 from memopt.cli.output import answer, check_file, show, show_json
 from memopt.cli.plan_commands import diff, explain, export, plan, report

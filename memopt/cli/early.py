@@ -1,5 +1,5 @@
-"""Checks of a command line that need neither torch nor transformers, whose import takes seconds: a mistake is reported
-at once."""
+"""The error and the exit codes of all commands, and checks of a command line that need neither torch nor transformers,
+whose import takes seconds: a mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from memopt.cli.failures import UsageError
+FAILED, BAD_USAGE, DOES_NOT_FIT = 1, 2, 3
+"""Exit codes."""
+
+
+class UsageError(ValueError):
+    """Raised for an argument of the command that cannot be used; the message says which one and what is expected."""
+
+
+def one_line(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
 
 HERE = ("cuda", "gpu")
 CARDS = (

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.cli.early import is_cached, no_model, squeezed
-from memopt.cli.failures import UsageError, one_line
+from memopt.cli.early import UsageError, is_cached, no_model, one_line, squeezed
 
 if TYPE_CHECKING:
     from torch import nn

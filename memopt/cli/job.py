@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.shell_completion import CompletionItem
 
-from memopt.cli.early import CARDS, LEVERS, OPTIMIZERS, check_early, gigabytes, model_types
-from memopt.cli.failures import UsageError
+from memopt.cli.early import CARDS, LEVERS, OPTIMIZERS, UsageError, check_early, gigabytes, model_types
 from memopt.progress import stage
 
 if TYPE_CHECKING:

@@ -26,15 +26,14 @@ from memopt.planning.plan_graphs import PlanDiff
 from memopt.planning.terms import ModelTerms, Situation
 from memopt.show.op_story import told_graph
 from memopt.show.plan_diffs import diff_between, diff_of
-from memopt.show.step import Step
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import Step, step_of
 
 if TYPE_CHECKING:
     from networkx import DiGraph
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class _Planned:
     """The plan of a job, and those facts about its graphs that commands show: data that is kept on disk."""
 
     plan: Plan
@@ -51,7 +50,7 @@ class Planned:
     """What the plan is made from."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Planned:
+    def of(cls, plan: Plan) -> _Planned:
         """What is kept of a plan that was made in this process."""
         graph, diff = told_graph(plan), plan.diff()
         edges = [(read, name) for name in graph for read in graph.predecessors(name)]  # in the order of the operands
@@ -74,7 +73,7 @@ class Planned:
         assert self.prepared is not None
         return made(self.prepared) if self.plan.source is None else self.plan
 
-    def diff(self, other: Planned | None = None, *, order: bool = False) -> PlanDiff:
+    def diff(self, other: _Planned | None = None, *, order: bool = False) -> PlanDiff:
         """As `Plan.diff`; with `other`, the changes that only one of the two plans makes."""
         if order:
             return self.live.diff(None if other is None else other.live, order=True)
@@ -86,13 +85,13 @@ class Planned:
         )
 
 
-def planned(job: Job) -> Planned:
+def planned(job: Job) -> _Planned:
     """The plan of a job, read from disk where it was made before, unless `MEMOPT_CACHE=0`. May raise `UsageError`."""
     prepared = job.prepare()
     key = _key(prepared) if plan_cache.is_on() else None
-    found = plan_cache.find(key, Planned)
+    found = plan_cache.find(key, _Planned)
     if found is None:
-        found = Planned.of(made(prepared))
+        found = _Planned.of(made(prepared))
         plan_cache.keep(key, found, packed=True)
     return replace(found, prepared=prepared)
 
@@ -108,7 +107,7 @@ def _key(prepared: Prepared) -> str | None:
     options = check_options(prepared.budget_gb, **prepared.options)
     terms = ModelTerms(prepared.model, options)
     call = batch_call(prepared.meta_batch(), options.loss_fn)
-    further = Planned.__name__, terms.backend, _own_code()
+    further = _Planned.__name__, terms.backend, _own_code()
     return PlanJob(prepared.model, call, Situation(), options, terms.card, options.loss_fn, further).sketch()
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from memopt.checks.lock import LockCheck, MemoryLock, lock_step
-from memopt.cli.failures import FAILED, UsageError
+from memopt.cli.early import FAILED, UsageError
 from memopt.cli.job import Job
 from memopt.cli.names import budget_gb, card_named
 from memopt.cli.output import answer

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.cli.early import HERE, gigabytes, known_card
-from memopt.cli.failures import UsageError, one_line
+from memopt.cli.early import HERE, UsageError, gigabytes, known_card, one_line
 from memopt.cli.huggingface import architecture
 from memopt.cli.shapes import needed
 from memopt.compat.host import HOST

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from memopt.cli.failures import UsageError
+from memopt.cli.early import UsageError
 from memopt.terminal import Console, RenderableType
 
 if TYPE_CHECKING:

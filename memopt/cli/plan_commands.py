@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.failures import UsageError
+from memopt.cli.early import UsageError
 from memopt.cli.job import Job, takes_job
 from memopt.cli.output import answer, check_file, columns, plan_figures, show_json
 

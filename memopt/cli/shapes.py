@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.cli.failures import UsageError
+from memopt.cli.early import UsageError
 
 _WRITTEN = re.compile(r"(?:(?P<name>\w+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

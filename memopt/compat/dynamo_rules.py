@@ -38,28 +38,25 @@ def replacements() -> list[Replacement]:
     from torch._dynamo.variables.ctx_manager import GradModeVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
 
-    operators: Any = TorchInGraphFunctionVariable
-    modes: Any = GradModeVariable
-    handlers: Any = operators._get_handlers()
-    attributes: Any = GetAttrVariable
-    answers: Any = tracing_state_functions()
+    handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     found: list[Replacement] = [
-        (operators, "call_function", _call_function(operators.call_function)),
-        (modes, "_call_func", _written_grad_mode(modes._call_func)),
-        (handlers, torch.addcdiv, _kept_as_one(handlers[torch.addcdiv])),
+        _changed(TorchInGraphFunctionVariable, "call_function", _call_function),
+        _changed(GradModeVariable, "_call_func", _written_grad_mode),
+        _changed(handlers, torch.addcdiv, _kept_as_one),
         # Before torch 2.13 it is true under `torch.compile` too, and transformers then builds a causal mask that its
         # eager model does without: attention with a mask, above all with shared keys, rounds its gradients otherwise.
-        (answers, torch.compiler.is_exporting, False),
-        (trace_rules, _TRACED, _with_library_code(getattr(trace_rules, _TRACED))),
-        (attributes, "call_method", _texts_known(attributes.call_method)),
+        (tracing_state_functions(), torch.compiler.is_exporting, False),
+        _changed(trace_rules, "get_legacy_mod_inlinelist", _with_library_code),
+        _changed(GetAttrVariable, "call_method", _texts_known),
         (_trace_wrapped_higher_order_op, "autograd_function_backward_rewritten", _with_contiguous_gradients),
     ]
     setter: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
-    name = "_call_setattr" if hasattr(setter, "_call_setattr") else "call_setattr"
-    if (own := getattr(setter, name, None)) is not None:
-        found.append((setter, name, _set_by_a_method(own)))
-    if (logged := getattr(utils, _SETTINGS, None)) is not None:
-        found.append((utils, _SETTINGS, _where_it_can_be_written(logged)))
+    for owner, name, change in (
+        (setter, "_call_setattr" if hasattr(setter, "_call_setattr") else "call_setattr", _set_by_a_method),
+        (utils, "_get_dynamo_config_for_logging", _where_it_can_be_written),
+    ):
+        if hasattr(owner, name):
+            found.append(_changed(owner, name, change))
     methods: Any = TensorVariable
     table: dict[str, Any] = getattr(methods, "tp_methods", {})
     changes = dict.fromkeys(("add_", "addcdiv_", "addcmul_"), _kept_as_one) | {"requires_grad_": _requires_grad_}
@@ -73,8 +70,9 @@ def replacements() -> list[Replacement]:
     return found
 
 
-_SETTINGS = "_get_dynamo_config_for_logging"
-_TRACED = "get_legacy_mod_inlinelist"
+def _changed(owner: Any, name: Any, change: Callable[[Any], Any]) -> Replacement:
+    """The replacement of an attribute of an object, or of a value in a dict, by what `change` makes of it."""
+    return owner, name, change(owner[name] if isinstance(owner, dict) else getattr(owner, name))
 
 
 @cache

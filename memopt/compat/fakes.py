@@ -119,11 +119,6 @@ def _fake_attributes(value: object, fake: Callable[[torch.Tensor], torch.Tensor]
             _fake_attributes(twin, fake, twins)
 
 
-def new_storage(nbytes: int | torch.SymInt) -> torch.UntypedStorage:
-    """A storage of `nbytes` bytes without memory, on "meta"."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
-
-
 def fake_within(storage: torch.UntypedStorage, like: torch.Tensor) -> FakeTensor:
     """A fake tensor in this storage, with the shape, dtype and device of the fake `like`."""
     assert isinstance(like, FakeTensor)
@@ -143,12 +138,6 @@ def device_asked_for(func: Any, args: Sequence[Any]) -> torch.device | None:
 def device_type_of(tensor: torch.Tensor) -> str:
     """The type of a tensor's device; of a fake it is read without an operator call."""
     return tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
-
-
-def traced_mode() -> FakeTensorMode:
-    """The fake mode of the region that is being traced. To be called in the region's tracing context."""
-    context: Any = torch._guards.TracingContext.get()
-    return context.fake_mode
 
 
 def fresh_fakes(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:

@@ -16,6 +16,7 @@ from memopt.compat.check import check
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
 from memopt.compat.inductor_lowering import FALLBACKS, make_fallbacks_known, order_of_random_kernels, pools_as_they_are
 from memopt.compat.joint_trace import constants_as_attributes, gradients_without_gaps, unread_numbers_left
+from memopt.errors import CaptureError
 from passes.compat import Replacement, private, replaced_all
 
 PRIVATE_NAMES = private("""
@@ -43,10 +44,6 @@ def cuda_graphs_wanted() -> bool:
     return bool(inductor_config.triton.cudagraphs)
 
 
-class InductorFailed(Exception):
-    """Raised where inductor, or a compiler that it calls, fails to compile a graph."""
-
-
 def compile_by_inductor(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -62,7 +59,7 @@ def compile_by_inductor(
     `source_code`, and the placeholders of its graph; what it returns runs in place of `compiled`. AOTAutograd's cache
     of regions is off, since a hit would skip the partition; `plan_hash()` is in the key of inductor's graph cache.
 
-    Raises what `partition` raises, and `InductorFailed` where inductor fails."""
+    Raises what `partition` raises, and `CaptureError` where inductor, or a compiler that it calls, fails."""
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.exc import InductorError
@@ -95,7 +92,10 @@ def compile_by_inductor(
             module = constants_as_attributes(graph_module)  # else they would be the first inputs of the joint graph
             compiled: Any = compile_fx(module, inputs, inner_compile=compile_half, config_patches=patches)
         except InductorError as failure:
-            raise InductorFailed(str(failure)) from failure
+            reason = " ".join(str(failure).split())[:300]
+            raise CaptureError(
+                f"inductor cannot compile a region of the model: {reason}; give optimize backend='aten'"
+            ) from failure
         return compiled
 
 

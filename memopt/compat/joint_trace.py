@@ -19,7 +19,7 @@ from torch._prims_common import suggest_memory_format
 
 from memopt.compat.check import check
 from memopt.compat.eager_mode import dead_draws_kept, eager_kernels
-from memopt.compat.fakes import broadcast_masks, traced_mode
+from memopt.compat.fakes import broadcast_masks
 from memopt.compat.symbols import has_gaps
 from memopt.compat.true_results import correct_strides
 from passes.compat import Replacement, enable_python_dispatcher, erase_all, forget_erased, private, replaced_all
@@ -31,6 +31,7 @@ PRIVATE_NAMES = private("""
         aot_stage2_compile(state, capture, partition_fn=, fw_compiler=, bw_compiler=, inference_compiler=)
         aot_stage2_autograd
     torch._dynamo.compiled_autograd: _disable
+    torch._guards: TracingContext.get .fake_mode?
     torch._dynamo.utils: preserve_rng_state
     torch._functorch._aot_autograd.schemas: OutputType.alias_of_input .is_input MemoryFormatMeta.from_tensor(tensor)
         MemoryFormatMeta(memory_format=) JointWithDescriptors._aot_state? ._aot_graph_capture? AOTState.needs_autograd?
@@ -145,7 +146,8 @@ def trace_region(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> AotTrac
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     check()
-    correct_strides(traced_mode())
+    context: Any = torch._guards.TracingContext.get()
+    correct_strides(context.fake_mode)
     replacements = [broadcast_masks(), gradients_without_gaps()]
     with eager_kernels(), dead_draws_kept(), replaced_all(replacements), ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(

@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
+from torch._C import DispatchKey, _set_grad_enabled
+from torch._C._autograd import _get_data_attr  # type: ignore[attr-defined]
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -78,14 +80,11 @@ def kernels_as_in_eager_mode() -> AbstractContextManager[None]:
     return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
-def without_autocast() -> AbstractContextManager[None]:
-    """Context with autocast off for all devices: a captured graph contains its casts already."""
-    return torch._C._DisableAutocast()
+without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
+"""Context with autocast off for all devices: a captured graph contains its casts already."""
 
-
-def without_torch_functions() -> AbstractContextManager[None]:
-    """Context in which torch functions ignore `__torch_function__` and torch function modes."""
-    return torch._C.DisableTorchFunction()
+without_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""Context in which torch functions ignore `__torch_function__` and torch function modes."""
 
 
 def autocast_kernel(operator: Any, device: str) -> Callable[..., Any] | None:
@@ -149,36 +148,12 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     return _pytree.tree_map(mapped, tree)
 
 
-def sets_grad_mode(target: Any) -> bool:
-    """Whether a node's target is `torch.set_grad_enabled`."""
-    return target is torch._C._set_grad_enabled
-
-
-def enters_autocast(target: Any) -> bool:
-    """Whether a node's target opens a `torch.autocast` block."""
-    return target is torch.amp.autocast_mode._enter_autocast
-
-
-def leaves_autocast(target: Any) -> bool:
-    """Whether a node's target closes a `torch.autocast` block."""
-    return target is torch.amp.autocast_mode._exit_autocast
-
-
-def reads_data(target: Any) -> bool:
-    """Whether a node's target is the attribute `data` of a tensor."""
-    return target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
-
-
-def is_checkpoint(target: Any) -> bool:
-    """Whether a node's target is the operator that Dynamo writes for a call of `torch.utils.checkpoint.checkpoint`."""
-    return target is torch.ops.higher_order.tag_activation_checkpoint
-
-
-def is_nested_region(target: Any) -> bool:
-    """Whether a node's target is the call of a function that is marked by `torch.compiler.nested_compile_region`."""
-    return target is torch.ops.higher_order.invoke_subgraph
-
-
+SETS_GRAD_MODE: Any = _set_grad_enabled
+"""The target of a node that calls `torch.set_grad_enabled`."""
+ENTERS_AUTOCAST, LEAVES_AUTOCAST = _enter_autocast, _exit_autocast
+"""The targets of nodes that open and close a `torch.autocast` block."""
+READS_DATA: Any = _get_data_attr
+"""The target of a node that reads the attribute `data` of a tensor."""
 _DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 
 
@@ -190,11 +165,6 @@ def takes_derivative(target: Any) -> bool:
 def begins_transform(target: Any) -> bool:
     """Whether a node's target begins a transform of torch.func: a derivative in forward or reverse mode, or `vmap`."""
     return str(getattr(target, "__name__", "")).endswith("_increment_nesting")
-
-
-def is_custom_function(target: Any) -> bool:
-    """Whether a node's target is the operator that calls an `autograd.Function` given as two graphs."""
-    return target is torch.ops.higher_order.autograd_function_apply
 
 
 def requiring_grad(value: torch.Tensor) -> torch.Tensor:

@@ -177,11 +177,6 @@ def is_opaque(value: object) -> bool:
     return isinstance(value, FakeScriptObject)
 
 
-def mesh_dimensions(sharded: Any) -> int:
-    """The number of dimensions of the mesh over which a sharded tensor is distributed."""
-    return sharded.device_mesh.ndim
-
-
 def ranks_of(sharded: Any) -> list[int]:
     """The ranks over which a sharded tensor is distributed."""
     return sharded.device_mesh.mesh.flatten().tolist()

@@ -20,6 +20,7 @@ from memopt.compat.tensors import WeakStorage, weak_storages
 from memopt.device.hardware import Chip, reported_chip
 from memopt.device.live_bytes import NOTABLE, OpDryRun
 from memopt.device.op_call import OpCall
+from memopt.device.workspace_reductions import REDUCTIONS
 from memopt.solver.problem import BlockCall
 from passes.compat import in_own_thread
 
@@ -57,8 +58,7 @@ _OPS = frozenset({
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
     # Reductions: a buffer, and the counters of its thread blocks in a block of their own.
-    "sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "prod", "linalg_vector_norm", "amax", "amin",
-    "argmax", "argmin", "max", "min", "any", "all",
+    *REDUCTIONS.split(),
     # Norms and softmax: sums of each part of the rows, and copies.
     "native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward",
     "native_group_norm", "native_group_norm_backward", "native_batch_norm", "_native_batch_norm_legit",

@@ -11,7 +11,7 @@ import torch
 
 from memopt.device.hardware import Chip
 from memopt.device.op_call import OpCall, TensorSpec
-from memopt.device.workspace_reductions import reduction_bytes
+from memopt.device.workspace_reductions import REDUCTIONS, reduction_bytes
 from memopt.device.workspace_rules import (
     KB,
     MASKS,
@@ -273,10 +273,7 @@ CUDA_RULES: dict[str, Rule] = {
 CUDA_BY_CHIP: dict[str, Callable[[OpCall, Chip], int]] = {
     "convolution_backward": _cuda_convolution_backward,
     **for_each("native_layer_norm_backward _fused_rms_norm_backward", _cuda_norm_backward),
-    **for_each(
-        "sum nansum mean var var_mean std std_mean prod linalg_vector_norm amax amin argmax argmin max min any all",
-        reduction_bytes,
-    ),
+    **for_each(REDUCTIONS, reduction_bytes),
     **for_each(
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",

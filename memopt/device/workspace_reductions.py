@@ -17,6 +17,8 @@ from memopt.compat.operators import schema_of
 from memopt.device.hardware import Chip
 from memopt.device.op_call import OpCall, TensorSpec
 
+REDUCTIONS = "sum nansum mean var var_mean std std_mean prod linalg_vector_norm amax amin argmax argmin max min any all"
+"""The names of the reductions that have such a buffer."""
 _MOST_THREADS = 512
 _WARP = 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256

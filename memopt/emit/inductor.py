@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from memopt.capture.joint import JointGraph
-from memopt.capture.trace import not_compiled
 from memopt.compat.inductor import (
     NO_CUDA_GRAPHS,
-    InductorFailed,
     autotuning_within,
     compile_by_inductor,
     cuda_graphs_wanted,
@@ -55,11 +53,8 @@ def compile_by_backend(
         warnings.warn(NO_CUDA_GRAPHS, stacklevel=2)
     halves = _Halves(cut, joint, accumulation, limit_bytes)
     module, inputs = joint.trace.module, joint.trace.region.inputs
-    try:
-        # A copy, because inductor changes the module, and another plan may compile the region again.
-        run = compile_by_inductor(copy_graph_module(module), inputs, halves.partition, halves.made, lambda: halves.key)
-    except InductorFailed as failure:
-        raise not_compiled(failure) from failure
+    # A copy, because inductor changes the module, and another plan may compile the region again.
+    run = compile_by_inductor(copy_graph_module(module), inputs, halves.partition, halves.made, lambda: halves.key)
     with sizes_up_to(allowed_sizes):
         return run, halves.footprint()
 

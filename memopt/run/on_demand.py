@@ -18,9 +18,9 @@ from memopt.compat.operators import tree_leaves, tree_map
 from memopt.compat.symbols import symbol_values, with_values
 from memopt.compat.tensors import NEED_MEMORY, READ_NO_VALUES, as_implemented, wrapper_tensor
 from memopt.errors import StaleOutputError
-from memopt.random_states import generator_states
 from memopt.run.pending import PendingForward
 from memopt.run.second_run import as_before
+from memopt.saved_values import generator_states
 from memopt.training_state import CallState, generators_before
 from memopt.units import size
 from passes.ops.offload_ops import bring

@@ -28,7 +28,6 @@ from memopt.lru import LruCache
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
-from memopt.random_states import extreme_draws
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpoints import Checkpoints
 from memopt.run.entry import WORTHWHILE, Entry
@@ -52,6 +51,7 @@ from memopt.run.safety_net import tighter
 from memopt.run.second_run import PlainSecondRun
 from memopt.run.seen import Alone
 from memopt.run.sizes import covers
+from memopt.saved_values import extreme_draws
 from memopt.units import size
 
 _FAR = 16

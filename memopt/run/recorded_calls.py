@@ -25,12 +25,11 @@ from memopt.compat.fsdp import Gathered, is_fully_sharded
 from memopt.compat.tensors import as_implemented, weak_storages
 from memopt.emit.emit import Emitted, check_own_memory, emit_region
 from memopt.errors import BudgetError, CaptureError
-from memopt.garbage import rare_collections
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import RegionSchedule
 from memopt.planning.terms import Situation
-from memopt.progress import stage
+from memopt.progress import rare_collections, stage
 from memopt.rewrite.trace import forward_as_planned
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.changed_inputs import WatchedInputs

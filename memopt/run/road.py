@@ -28,7 +28,6 @@ from memopt.device.devices import device_of
 from memopt.emit.emit import Emitted, emit_plan
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError
-from memopt.garbage import rare_collections
 from memopt.planning import plan_cache
 from memopt.planning.advice import search_for
 from memopt.planning.call_planner import CallPlanner
@@ -48,6 +47,7 @@ from memopt.planning.plan_search import Decided, PlanSearch
 from memopt.planning.refit import FURTHER_ROUNDS, ROUNDS, Refit, as_compiled
 from memopt.planning.stages import Recorded, StepOfPlan
 from memopt.planning.terms import Situation
+from memopt.progress import rare_collections
 from memopt.run import kept_plans
 from memopt.run.executable import Executable
 from memopt.run.kept_plans import as_compiled_least, check_compiled_least, smallest_plan

@@ -20,8 +20,8 @@ from memopt.compat.autograd import next_node_number, nodes_since, python_nodes
 from memopt.compat.operators import tree_flatten, tree_leaves, tree_unflatten
 from memopt.compat.saved_tensors import all_saved, replace_saved, saved_by, set_versions
 from memopt.compat.tensors import WeakStorage, bytes_by_address, special_kind
-from memopt.random_states import generator_states, set_generators
 from memopt.run.checkpoints import sums_agree, sums_of
+from memopt.saved_values import generator_states, set_generators
 from memopt.training_state import CallState, ForwardState, undone_but_parameters
 
 _CHANGED = (

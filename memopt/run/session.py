@@ -40,14 +40,13 @@ from memopt.compat.operators import modes_of_the_user
 from memopt.compat.saved_tensors import checkpoint_around, unseen_by_checkpoints
 from memopt.emit.gradients import Accumulation
 from memopt.errors import BudgetError, CaptureError, without_frames
-from memopt.garbage import rare_collections
 from memopt.levers import Lever
 from memopt.planning.job_key import terms_of
 from memopt.planning.largest import estimated_bytes
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
-from memopt.progress import stage
+from memopt.progress import rare_collections, stage
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import Choice
 from memopt.run.hosted import (

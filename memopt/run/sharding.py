@@ -18,7 +18,7 @@ from memopt.capture.dynamo_graph import is_tensor_parallel
 from memopt.compat.exchanges import ALL, Resharding, settle_gloo
 from memopt.compat.fsdp import is_fully_sharded, is_sharded_otherwise, sharding_in_words
 from memopt.compat.modules import modules_of, parameters_in
-from memopt.compat.tensors import is_sharded, mesh_dimensions, ranks_of
+from memopt.compat.tensors import is_sharded, ranks_of
 from memopt.errors import BudgetError, CaptureError, RankError
 from memopt.levers import DEFAULT_LEVERS
 from memopt.levers.decided_elsewhere import PLAIN
@@ -217,8 +217,8 @@ def check_placements(model: nn.Module) -> None:
     """Raise `ValueError` for a model whose tensor parallelism uses a mesh of several dimensions, or different ranks for
     different parameters, or that is still on the device "meta"."""
     name = type(model).__name__
-    split = [value for value in model.parameters() if is_sharded(value)]
-    if any(mesh_dimensions(value) > 1 for value in split):
+    split: list[Any] = [value for value in model.parameters() if is_sharded(value)]
+    if any(value.device_mesh.ndim > 1 for value in split):
         raise ValueError(
             f"{name} is split over a device mesh of several dimensions, of which memopt plans one; give "
             "parallelize_module a mesh of one dimension, such as mesh['tp']"

@@ -30,7 +30,6 @@ from memopt.planning.plan_cache import Kept
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.stages import Recorded
 from memopt.planning.terms import Situation
-from memopt.random_states import set_generators
 from memopt.run import kept_plans
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.checkpointed_calls import CheckpointedCalls
@@ -40,6 +39,7 @@ from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
 from memopt.run.share import Share
+from memopt.saved_values import set_generators
 from memopt.solver import SolverError
 from memopt.training_state import CallState
 from memopt.units import size

@@ -11,8 +11,7 @@ from memopt.account.account import GRADIENTS, OUTPUTS
 from memopt.account.breakdown import FETCHED, RECOMPUTED, SAVED, TEMPORARIES, WORKSPACE
 from memopt.planning.plan import Plan
 from memopt.show.report import headline
-from memopt.show.step import Step, StepMemory
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import Step, StepMemory, step_of
 from memopt.units import size
 
 OTHER = "other rows"

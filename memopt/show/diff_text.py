@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from memopt.planning.changes import CAST, DTYPE, IN_PLACE, KEPT, KINDS, MOVED, OFFLOADED, RECOMPUTED, SAVED, Change
-from memopt.show.diff_rows import LEVELS, DiffEntry, ModulePlace, Row, entries, places, rows
+from memopt.show.plan_diffs import LEVELS, DiffEntry, Row, blocks_of, entries, places, rows
 from memopt.terminal import Console, Text
 from memopt.units import duration, size
 
@@ -71,14 +71,6 @@ def totals(changes: Sequence[Change]) -> str:
 
 def _count(change: Change) -> int:
     return change.times if change.kind in (RECOMPUTED, OFFLOADED) else 1
-
-
-def blocks_of(where: Mapping[str, ModulePlace]) -> dict[str, list[str]]:
-    """The paths of the blocks of each section, [""] for one without blocks, in the order of `where` (`places`)."""
-    sections: dict[str, dict[str, None]] = defaultdict(dict)
-    for place in where.values():
-        sections[place.section][place.block] = None
-    return {section: list(blocks) for section, blocks in sections.items()}
 
 
 def _lines(

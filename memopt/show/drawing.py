@@ -52,6 +52,15 @@ def quiet_frame(axes: Axes, font_size: float) -> None:
     axes.spines[["left", "bottom"]].set_color(QUIET)
 
 
+def mark(axes: Axes, x: float, name: str, side: str, size: float, height: float, **line: Any) -> None:
+    """Draw a vertical line at `x` in the style `line`, with its name at `height` (1 is the top of the frame)."""
+    axes.axvline(x, color=QUIET, **line)
+    axes.text(
+        x, height, name, transform=axes.get_xaxis_transform(), fontsize=size, color=QUIET, horizontalalignment=side,
+        verticalalignment="bottom",
+    )  # fmt: skip
+
+
 def drawn(draw: Callable[[], Figure], path: str | Path | None) -> Figure:
     """The figure that `draw` makes, also written to `path` if given. Raises `ValueError` for a name not of `_KINDS`."""
     if path is not None and Path(path).suffix.lower() not in _KINDS:

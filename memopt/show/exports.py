@@ -14,8 +14,7 @@ from memopt.account.breakdown import WORKSPACE
 from memopt.account.caching_allocator import CachingAllocator
 from memopt.planning.plan import Plan
 from memopt.planning.plan_views import Format
-from memopt.show.step import LiveRange, Step, StepMemory
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import Step, StepMemory, step_of
 from memopt.units import duration, micros, size
 
 if TYPE_CHECKING:
@@ -185,15 +184,15 @@ def _snapshot(step: Step, memory: StepMemory) -> dict[str, Any]:
         for module, share in step.shares(row, nbytes):
             name = f"{row} of {module}" if module else row
             recording.allocate((row, module), share, row if row in _CATEGORIES else "unknown", [_frame(name)])
-    born: dict[int, list[tuple[int, LiveRange]]] = defaultdict(list)
-    dying: dict[int, list[int]] = defaultdict(list)
+    born, dying = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for number, kept in enumerate(memory.ranges):
-        born[kept.first].append((number, kept))
+        born[kept.first].append(number)
         dying[kept.last].append(number)
     last = len(memory.evaluations) - 1
     for moment, now in enumerate(memory.evaluations):
         recording.micros = round(now.start * 1e6)
-        for number, kept in born[moment]:
+        for number in born[moment]:
+            kept = memory.ranges[number]
             recording.allocate(number, kept.nbytes, kept.kind, _frames(step, kept.op))
         recording.allocate(WORKSPACE, now.workspace_bytes, WORKSPACE, _frames(step, now.op))
         recording.free(WORKSPACE)

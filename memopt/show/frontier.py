@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.errors import GIB
 from memopt.planning.frontier import Frontier, FrontierPoint, Recipe
-from memopt.show.drawing import QUIET, Label, drawn, new_figure, place, quiet_frame
+from memopt.show.drawing import QUIET, Label, drawn, mark, new_figure, place, quiet_frame
 from memopt.show.report import as_text, new_table
 from memopt.terminal import RenderableType, Table
 from memopt.units import duration, size
@@ -152,21 +152,12 @@ def _frame(figure: Figure, axes: Axes, frontier: Frontier, unit: str, scale: flo
 
 def _ends(axes: Axes, frontier: Frontier, scale: float) -> None:
     """Draw vertical lines at the smallest peak and at that with nothing recomputed, with their names above."""
-    for gb, name, align in (
+    for gb, name, side in (
         (frontier.smallest_gb, "smallest", "left"),
         (frontier.plain_gb, "nothing recomputed", "right"),
     ):
-        axes.axvline(gb * scale, color=QUIET, linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.text(
-            gb * scale,
-            1.015,
-            f"{name}: {_sizes(frontier)(gb)}",
-            transform=axes.get_xaxis_transform(),
-            horizontalalignment=align,
-            verticalalignment="bottom",
-            fontsize=_FONT,
-            color=QUIET,
-        )
+        told = f"{name}: {_sizes(frontier)(gb)}"
+        mark(axes, gb * scale, told, side, _FONT, 1.015, linewidth=0.8, linestyle=(0, (4, 3)))
 
 
 def _bound(figure: Figure, axes: Axes, frontier: Frontier, scale: float) -> list[Label]:

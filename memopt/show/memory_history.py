@@ -53,7 +53,7 @@ _LINES = 15
 """The most lines of code that `history_parts` lists."""
 
 
-class SnapshotError(ValueError):
+class _SnapshotError(ValueError):
     """Raised for a file that is no snapshot of torch's memory history."""
 
 
@@ -69,7 +69,7 @@ class _HeldBlock:
 
 
 @dataclass(frozen=True)
-class MemoryHistory:
+class _MemoryHistory:
     """The memory of one device at its peak: bytes by kind and line of code."""
 
     device: int
@@ -106,18 +106,18 @@ class MemoryHistory:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads containers, strings and numbers, and raises `SnapshotError` at anything else."""
+    """Reads containers, strings and numbers, and raises `_SnapshotError` at anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise SnapshotError(f"the file refers to {module}.{name}, not only plain containers, strings and numbers")
+        raise _SnapshotError(f"the file refers to {module}.{name}, not only plain containers, strings and numbers")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise SnapshotError(f"the file refers to something outside of itself ({str(pid)[:40]!r})")
+        raise _SnapshotError(f"the file refers to something outside of itself ({str(pid)[:40]!r})")
 
 
-def read_history(path: str | Path) -> MemoryHistory:
+def read_history(path: str | Path) -> _MemoryHistory:
     """The memory history in a file: of the device that ran out of memory, else of the one that held most. Raises
-    `SnapshotError` for a file that is no snapshot."""
+    `_SnapshotError` for a file that is no snapshot."""
     try:
         with open(path, "rb") as file:
             values = _Unpickler(file).load()
@@ -125,20 +125,20 @@ def read_history(path: str | Path) -> MemoryHistory:
         devices = {segment["device"] for segment in segments} | {at for at, trace in enumerate(traces) if trace}
         found = [_of_device(device, segments, traces) for device in sorted(devices)]
         if not found:
-            raise SnapshotError(
+            raise _SnapshotError(
                 "the file has no blocks and no events; call torch.cuda.memory._record_memory_history() before the steps"
             )
         return max(found, key=lambda one: (one.missing_bytes is not None, one.peak_bytes))
     except OSError:
         raise
-    except SnapshotError as error:
-        raise SnapshotError(f"{path} is no snapshot of torch.cuda.memory: {error}") from None
+    except _SnapshotError as error:
+        raise _SnapshotError(f"{path} is no snapshot of torch.cuda.memory: {error}") from None
     except (Exception, RecursionError) as error:  # a file that is no snapshot can fail in any way
         text = f"{type(error).__name__}: {str(error)[:80]}"
-        raise SnapshotError(f"{path} is no snapshot of torch.cuda.memory._dump_snapshot ({text})") from None
+        raise _SnapshotError(f"{path} is no snapshot of torch.cuda.memory._dump_snapshot ({text})") from None
 
 
-def history_parts(history: MemoryHistory, path: str) -> list[RenderableType]:
+def history_parts(history: _MemoryHistory, path: str) -> list[RenderableType]:
     """A report on what filled the card, as sentences and tables; `path` is the file's, for the text."""
     end = f"{size(history.allocated_bytes)} allocated of the {size(history.reserved_bytes)} that torch had reserved"
     if history.missing_bytes is not None:
@@ -169,7 +169,7 @@ Block = tuple[int, str, list[Mapping[str, Any]]]
 """The bytes of a block, the category that the recorder gave it ("" for none), and the stack that allocated it."""
 
 
-def _of_device(device: int, segments: list[Any], traces: list[Any]) -> MemoryHistory:
+def _of_device(device: int, segments: list[Any], traces: list[Any]) -> _MemoryHistory:
     segments = [segment for segment in segments if segment["device"] == device]
     events = traces[device] if device < len(traces) else []
     blocks = [block for segment in segments for block in segment["blocks"] if block["state"] != "inactive"]
@@ -177,7 +177,7 @@ def _of_device(device: int, segments: list[Any], traces: list[Any]) -> MemoryHis
     reserved = sum(segment["total_size"] for segment in segments)
     held, peak, later = _at_the_peak(end, events)
     failed = [event for event in events if event["action"] == "oom"]
-    return MemoryHistory(
+    return _MemoryHistory(
         device,
         reserved,
         sum(size for size, *_ in end.values()),

@@ -18,11 +18,10 @@ from memopt.planning.changes import Change
 from memopt.planning.frontier import Frontier, Recipe
 from memopt.planning.plan import Plan
 from memopt.planning.plan_graphs import PlanDiff
-from memopt.show.diff_rows import Row
 from memopt.show.diff_text import facts_of, fold, label_of, module_of, names_of, title_of
+from memopt.show.plan_diffs import Row
 from memopt.show.report import AS_CAPTURED
-from memopt.show.step import WHY, Step, StepMemory, StepOp
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import WHY, Step, StepMemory, step_of
 from memopt.units import micros
 
 _Texts: TypeAlias = defaultdict[str, int]
@@ -114,8 +113,16 @@ def _plan(plan: Plan) -> dict[str, Any]:
 
 
 def _step(step: Step, texts: _Texts) -> dict[str, Any]:
+    numbered = ("operator", "half", "module", "fate", "value", "code")
     return {
-        "ops": _ops(step.ops, texts),
+        "ops": {
+            "name": [op.name for op in step.ops],
+            **{name: [texts[getattr(op, name)] for op in step.ops] for name in numbered},
+            "source": [texts[short_source(op.source)] for op in step.ops],
+            "bytes": [op.nbytes for op in step.ops],
+            "micros": [micros(op.seconds) for op in step.ops],
+            "again": [op.recomputed for op in step.ops],
+        },
         "plain": _memory(step.plain, texts),
         "planned": _memory(step.planned, texts),
         "parameters": _rows(step.parameters, texts),
@@ -123,20 +130,6 @@ def _step(step: Step, texts: _Texts) -> dict[str, Any]:
             name: [texts[one[at]] for one in step.types]
             for at, name in enumerate(("name", "operator", "module", "dtype", "reason"))
         },
-    }
-
-
-def _ops(ops: Sequence[StepOp], texts: _Texts) -> dict[str, list[Any]]:
-    return {
-        "name": [op.name for op in ops],
-        **{
-            name: [texts[getattr(op, name)] for op in ops]
-            for name in ("operator", "half", "module", "fate", "value", "code")
-        },
-        "source": [texts[short_source(op.source)] for op in ops],
-        "bytes": [op.nbytes for op in ops],
-        "micros": [micros(op.seconds) for op in ops],
-        "again": [op.recomputed for op in ops],
     }
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, band_of, bands, columns, edges, end_of
-from memopt.show.drawing import QUIET, drawn, new_figure, quiet_frame
-from memopt.show.step import Step, StepMemory
-from memopt.show.step_of_plan import step_of
+from memopt.show.drawing import QUIET, drawn, mark, new_figure, quiet_frame
+from memopt.show.step import Step, StepMemory, step_of
 from memopt.units import size
 
 if TYPE_CHECKING:
@@ -72,13 +71,8 @@ def _timeline(plan: Plan, step: Step) -> Figure:
 def _halves(axes: Axes, memory: StepMemory, scale: float) -> None:
     """Mark where the backward and the optimizer's step begin, with their names above the frame."""
     begins = edges(memory)
-    for name, moment, align in (("backward", memory.boundary, "left"), ("optimizer", len(memory.evaluations), "right")):
-        at = begins[moment] * scale
-        axes.axvline(at, color=QUIET, linewidth=0.7, linestyle=(0, (1, 2)))
-        axes.text(
-            at, 1.01, f" {name} ", transform=axes.get_xaxis_transform(), fontsize=8.0, color=QUIET,
-            horizontalalignment=align, verticalalignment="bottom",
-        )  # fmt: skip
+    for name, moment, side in (("backward", memory.boundary, "left"), ("optimizer", len(memory.evaluations), "right")):
+        mark(axes, begins[moment] * scale, f" {name} ", side, 8.0, 1.01, linewidth=0.7, linestyle=(0, (1, 2)))
 
 
 def _title(figure: Figure, plan: Plan, told: str, left: float, right: float) -> None:

@@ -1,14 +1,31 @@
-"""A training step as pages, pictures and exports show it: what runs, and what is in memory meanwhile, by module."""
+"""A training step as pages, pictures and exports show it, made from a plan: what runs, and what is in memory meanwhile,
+by module."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from memopt.account.account import GRADIENTS
-from memopt.account.breakdown import WORKSPACE
+from memopt.account.account import GRADIENTS, Account
+from memopt.account.breakdown import ANY_LINK, WORKSPACE, kind_of
+from memopt.device.storages import storage_bytes
+from memopt.planning.changes import GraphFacts, operator_name
+from memopt.planning.joined import Joined
+from memopt.planning.on_card import on_card
+from memopt.planning.plan import Plan
+from memopt.planning.plan_views import named_nodes, op_names
+from memopt.planning.priced_step import TracedStep
+from memopt.planning.schedule_parts import forward_evaluations
+from memopt.solver import Link, Schedule
+from memopt.solver.simulator import lifetimes, time_line
+from passes.graphs.graph_text import format_dtype, format_value
+from passes.graphs.node_facts import backward_nodes, is_tangent, module_path, tensors
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
 
 _BY_PARAMETERS = frozenset({"parameters", "optimizer state", GRADIENTS})
 """Rows of the account that are divided among modules in proportion to their parameters."""
@@ -29,7 +46,7 @@ WHY = {
 
 
 @dataclass(frozen=True)
-class StepOp:
+class _StepOp:
     """One operator of the captured step, and what the plan does with its result."""
 
     name: str
@@ -57,7 +74,7 @@ class StepOp:
 
 
 @dataclass(frozen=True)
-class LiveRange:
+class _LiveRange:
     """A period in which a storage is in device memory: from the evaluation that makes it, or fetches it from the host,
     to the last one that needs it. A recomputed storage has several."""
 
@@ -72,7 +89,7 @@ class LiveRange:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class _Evaluation:
     """One run of an operator."""
 
     op: int
@@ -86,7 +103,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Copy:
+class _Copy:
     """One copy of an offloaded value to the host (`out=True`) or back: the index in `Step.ops` of the operator that
     made the value, its bytes, and start and end in seconds from the beginning of the step."""
 
@@ -104,15 +121,15 @@ class StepMemory:
 
     resident: Mapping[str, int]
     """The bytes of the rows of the account that are held through forward and backward."""
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[_Evaluation, ...]
     boundary: int
     """The number of evaluations that belong to the forward, which are the first ones."""
-    ranges: tuple[LiveRange, ...]
+    ranges: tuple[_LiveRange, ...]
     optimizer: Mapping[str, int]
     """The bytes of the rows of the account while the optimizer steps."""
     seconds: float
     """Seconds of forward and backward."""
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[_Copy, ...] = ()
 
     @cached_property
     def live_bytes(self) -> tuple[int, ...]:
@@ -157,7 +174,7 @@ class StepMemory:
 class Step:
     """The operators of a training step, and its memory with nothing recomputed (`plain`) and as planned."""
 
-    ops: tuple[StepOp, ...]
+    ops: tuple[_StepOp, ...]
     plain: StepMemory
     planned: StepMemory
     parameters: Mapping[str, int] = field(default_factory=dict)
@@ -190,3 +207,102 @@ class Step:
             left -= share
             yield module, share
         yield "", left
+
+
+def _memory(
+    ops: Sequence[_StepOp], traced: TracedStep, joined: Joined, schedule: Schedule, account: Account, link: Link | None
+) -> StepMemory:
+    """The memory of a step of `ops` that runs by `schedule`, over a link to the host if there are offloads."""
+    problem, known = joined.problem, {op.name: at for at, op in enumerate(ops)}
+    numbers = [known[name] for name in op_names(traced, joined)]
+    times = time_line(problem, schedule, link or ANY_LINK)
+    first: dict[int, int] = {}
+    evaluations = []
+    for at, (op, start) in enumerate(zip(schedule.evaluations, times.starts, strict=True)):
+        evaluations.append(_Evaluation(numbers[op], start, problem.ops[op].workspace_bytes, op in first))
+        first.setdefault(op, at)
+    ranges = []
+    for storage, born, dies in lifetimes(problem, schedule.evaluations, schedule.offloads):
+        maker = problem.producer[storage]
+        kind = kind_of(problem, storage, first=born == first[maker], fetched=schedule.evaluations[born] != maker)
+        ranges.append(_LiveRange(numbers[maker], problem.storages[storage].bytes, kind, born, dies))
+    copies = []
+    for offload, out, back in zip(schedule.offloads, times.out, times.back, strict=True):
+        what = numbers[problem.producer[offload.storage]], problem.storages[offload.storage].bytes
+        copies += [_Copy(*what, True, *out), _Copy(*what, False, *back)]
+    return StepMemory(
+        resident={row: nbytes for row, nbytes in account.resident_rows.items() if nbytes},
+        evaluations=tuple(evaluations),
+        boundary=forward_evaluations(problem, schedule),
+        ranges=tuple(sorted(ranges, key=lambda kept: kept.first)),
+        optimizer={row: nbytes for row, nbytes in account.optimizer_rows(problem.output_bytes).items() if nbytes},
+        seconds=sum(problem.ops[op].seconds for op in schedule.evaluations) + times.stall_seconds,
+        copies=tuple(sorted(copies, key=lambda copy: copy.start)),
+    )
+
+
+def step_of(plan: Plan) -> Step:
+    """Everything that the step of a plan holds. Raises `ValueError` for a plan that was loaded from a file."""
+    graph, (step, schedule) = plan.networkx(), plan.solved
+    captured, seen, plain = step.traced, step.seen, step.plain
+    ops = tuple(_ops(captured, graph))
+    save_all = Schedule.save_all(plain.problem)
+    return Step(
+        ops,
+        _memory(ops, captured, plain, save_all, on_card(plain, save_all, plan.account), None),
+        _memory(ops, captured, seen, schedule, plan.account, step.settings.link),
+        _parameters(captured),
+        tuple(_types(captured)),
+    )
+
+
+def smallest_memory(plan: Plan, step: Step) -> StepMemory:
+    """The memory of a plan's `step` (see `step_of`) within the smallest budget that works."""
+    priced, joined = plan.solved[0], plan.solved[0].problem
+    schedule = joined.smallest.schedule
+    return _memory(step.ops, priced.traced, joined, schedule, on_card(joined, schedule, plan.account), None)
+
+
+def _ops(captured: TracedStep, graph: DiGraph) -> Iterator[_StepOp]:
+    """The nodes of `Plan.networkx` as operators of the step."""
+    of_region = [GraphFacts(region.module.graph, number) for number, region in enumerate(captured.regions)]
+    nodes = {name: (of_region[number], node) for name, number, node in named_nodes(captured)}
+    for name, given in graph.nodes(data=True):
+        told = {field: given[field] for field in ("half", "module", "fate", "seconds", "recomputed")}
+        op = _StepOp(name, name, nbytes=given["bytes"], **told)
+        if name in nodes:
+            facts, node = nodes[name]
+            source, code = facts.line(node)
+            value = format_value(node.meta["val"]) if "val" in node.meta else ""
+            op = replace(op, operator=operator_name(node), value=value, source=source, code=code)
+        yield op
+
+
+def _parameters(captured: TracedStep) -> dict[str, int]:
+    """Bytes of the parameters that are trained, by the module that reads them first."""
+    found: Counter[str] = Counter()
+    for region in captured.regions:
+        given = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+        for number in sorted(region.parameter_inputs):
+            path = next((path for user in given[number].users if (path := module_path(user))), "")
+            found[path] += storage_bytes(given[number].meta["val"])
+    return dict(found)
+
+
+def _types(captured: TracedStep) -> Iterator[tuple[str, str, str, str, str]]:
+    """The operators of the forward with a floating-point result, as they were rewritten last."""
+    for region in captured.regions:
+        rewritten = region.operators if region.operators and region.operators.stages else None
+        graph = (rewritten.stages[-1] if rewritten else region.module).graph
+        decisions = rewritten.decisions if rewritten else ()
+        reasons = {name: reason for decision in decisions for name, reason in decision.reasons.items()}
+        late = backward_nodes(graph)
+        for node in graph.nodes:
+            if node.op != "call_function" or node in late or "getitem" in str(node.target):
+                continue
+            values: Any = node.meta.get("val")
+            dtype = next((value.dtype for value in tensors(values) if value.is_floating_point()), None)
+            if dtype is not None:
+                text = format_dtype(dtype)
+                reason = reasons.get(node.name, "").removeprefix(f"{text}: ")
+                yield node.name, operator_name(node), module_path(node), text, reason

@@ -17,7 +17,7 @@ from memopt.compat.ddp import unwrapped
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of
 from memopt.optimizers.parameterwise import Parameterwise
-from memopt.random_states import generator_states, set_generators
+from memopt.saved_values import generator_states, set_generators
 from memopt.train.effective_batch import EffectiveBatch, groups_of
 from passes.ops.fp8_formats import histories_state, load_histories
 

@@ -5,14 +5,14 @@ import gc
 import pytest
 import torch
 
-from memopt.checks.measured_step import PhaseMeter, _Phase
+from memopt.checks.check import _Phase, _PhaseMeter
 
 CPU = torch.device("cpu")
 KB = 1024
 
 
 def test_each_phase_has_its_own_peak_and_begins_with_what_was_left() -> None:
-    with PhaseMeter(CPU) as meter:
+    with _PhaseMeter(CPU) as meter:
         kept = torch.empty(10 * KB, dtype=torch.uint8)
         torch.empty(70 * KB, dtype=torch.uint8)
         meter.end_phase()
@@ -27,7 +27,7 @@ def test_each_phase_has_its_own_peak_and_begins_with_what_was_left() -> None:
 def test_what_was_there_may_be_freed() -> None:
     gc.collect()
     there = torch.empty(20 * KB, dtype=torch.uint8)
-    with PhaseMeter(CPU) as meter:
+    with _PhaseMeter(CPU) as meter:
         del there
         meter.end_phase()
         torch.empty(30 * KB, dtype=torch.uint8)
@@ -38,7 +38,7 @@ def test_what_was_there_may_be_freed() -> None:
 def test_saved_activations_are_left_by_the_forward_and_freed_by_the_backward() -> None:
     weight = torch.ones(64, 64, requires_grad=True)
     x = torch.ones(256, 64)
-    with PhaseMeter(CPU) as meter:
+    with _PhaseMeter(CPU) as meter:
         loss = (x @ weight).exp().sum()
         meter.end_phase()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -49,11 +49,11 @@ def test_saved_activations_are_left_by_the_forward_and_freed_by_the_backward() -
 
 
 def test_a_block_without_phases_has_none_and_a_failed_one_can_be_followed() -> None:
-    with PhaseMeter(CPU) as meter:
+    with _PhaseMeter(CPU) as meter:
         torch.empty(10)
     assert meter.phases == ()
-    with pytest.raises(ZeroDivisionError), PhaseMeter(CPU):
+    with pytest.raises(ZeroDivisionError), _PhaseMeter(CPU):
         raise ZeroDivisionError
-    with PhaseMeter(CPU) as meter:
+    with _PhaseMeter(CPU) as meter:
         meter.end_phase()
     assert meter.phases == (_Phase(0, 0),)

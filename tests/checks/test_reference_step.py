@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memopt.checks.reference import float64_step
-from memopt.random_states import generator_states, set_generators
+from memopt.saved_values import generator_states, set_generators
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memopt.cli.early import CARDS, LEVERS, OPTIMIZERS, check_early, is_cached, model_types
-from memopt.cli.failures import UsageError
+from memopt.cli.early import CARDS, LEVERS, OPTIMIZERS, UsageError, check_early, is_cached, model_types
 from memopt.cli.huggingface import architecture
 from memopt.cli.main import main
 from memopt.device import known_hardware

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memopt import DEFAULT_LEVERS
-from memopt.cli.failures import UsageError
+from memopt.cli.early import UsageError
 from memopt.cli.huggingface import architecture
 from memopt.cli.job import Job
 from memopt.cli.kept import planned

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt.cli.failures import UsageError
+from memopt.cli.early import UsageError
 from memopt.cli.main import main
 
 ROOT = Path(__file__).parents[2]

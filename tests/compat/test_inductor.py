@@ -5,8 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import fx
 
-from memopt.compat.inductor import _nearby_fusions
+from memopt.compat.inductor import _nearby_fusions, compile_by_inductor
+from memopt.errors import CaptureError
 
 
 class Kernel:
@@ -68,3 +71,16 @@ def test_a_reduction_does_not_move_past_what_it_needs() -> None:
 def test_inductor_can_write_the_class_into_the_key_of_its_cache() -> None:
     made = _nearby_fusions()
     assert pickle.loads(pickle.dumps(made)) is made
+
+
+def test_where_inductor_fails_the_user_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.exc import InductorError
+
+    def failing(*_args: Any, **_kwargs: Any) -> Any:
+        raise InductorError(RuntimeError("no\n  compiler"), None)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", failing)
+    with pytest.raises(CaptureError) as raised:
+        compile_by_inductor(fx.symbolic_trace(torch.nn.ReLU()), [], failing, failing, lambda: "no plan")
+    told = "inductor cannot compile a region of the model: RuntimeError: no compiler; give optimize backend='aten'"
+    assert str(raised.value) == told

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import memopt
-from memopt.compat.exchanges import gather_of, settle_gloo, unsettle_gloo
+from memopt.compat.exchanges import settle_gloo, unsettle_gloo
+from memopt.compat.fsdp import groups_of
 from memopt.compat.tensors import shard_of
 from tests.two_ranks import on_ranks
 
@@ -43,18 +44,18 @@ def trained(model: Any, rank: int) -> tuple[list[torch.Tensor], set[int]]:
 
 def facts(rank: int, ranks: int) -> dict[str, Any]:
     model, other = sharded(ranks), sharded(ranks)
-    own = gather_of(model[0])
+    own = groups_of(model[0])[0]._all_gather_comm
     settle_gloo(model)
     settle_gloo(model)  # has nothing left to do
-    found = {"replaced": gather_of(model[0]) is not own}
+    found = {"replaced": groups_of(model[0])[0]._all_gather_comm is not own}
     gradients, found["peaks"] = trained(model, rank)
     expected, _ = trained(other, rank)
     found["same"] = all(map(torch.equal, gradients, expected))
     unsettle_gloo(model)
-    found["left"] = gather_of(model[0]) is own
+    found["left"] = groups_of(model[0])[0]._all_gather_comm is own
     other[0].set_custom_all_gather(mine := _Mine(own))
     settle_gloo(other)
-    found["the user's own stays"] = gather_of(other[0]) is mine
+    found["the user's own stays"] = groups_of(other[0])[0]._all_gather_comm is mine
     return found
 
 

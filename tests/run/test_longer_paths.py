@@ -15,8 +15,8 @@ from torch import nn
 import memopt
 from memopt.compat.autograd import next_node_number
 from memopt.errors import GIB
-from memopt.random_states import draws_so_far, extreme_draws
 from memopt.run.plain_forward import LongerPath, ends_beyond
+from memopt.saved_values import draws_so_far, extreme_draws
 from tests.elsewhere import counted
 
 __all__ = ["counted"]

@@ -7,8 +7,8 @@ import pytest
 
 from memopt.planning.changes import DTYPE, KINDS, RECOMPUTED, Change, between
 from memopt.planning.plan_graphs import in_columns
-from memopt.show.diff_rows import places
 from memopt.show.diff_text import render, summary, totals
+from memopt.show.plan_diffs import places
 
 MIB = 1024**2
 

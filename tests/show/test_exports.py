@@ -14,7 +14,7 @@ import pytest
 from torch.cuda import _memory_viz
 
 from memopt.planning.plan import Plan
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import step_of
 from tests.planning.test_plan_networkx import PLANS, gpt2
 
 # What the visualiser's reader of pickles knows (torch/utils/viz/MemoryViz.js).

@@ -12,7 +12,7 @@ import torch
 
 import memopt
 from memopt.cli.main import main
-from memopt.show.memory_history import SnapshotError, read_history
+from memopt.show.memory_history import _SnapshotError, read_history
 
 MB = 1024**2
 MODULE = "/env/lib/python3.12/site-packages/torch/nn/modules/module.py"
@@ -196,7 +196,7 @@ class Evil:
 )
 def test_other_files(values: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(values, tmp_path)
-    with pytest.raises(SnapshotError, match="is no snapshot of torch") as raised:
+    with pytest.raises(_SnapshotError, match="is no snapshot of torch") as raised:
         read_history(path)
     assert said in str(raised.value)
     assert main(["explain", str(path)]) == 2
@@ -211,7 +211,7 @@ def test_other_files(values: Any, said: str, tmp_path: Path, capsys: pytest.Capt
 )
 def test_files_that_are_no_pickles(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "snapshot.pickle").write_bytes(content)
-    with pytest.raises(SnapshotError):
+    with pytest.raises(_SnapshotError):
         read_history(tmp_path / "snapshot.pickle")
 
 

@@ -16,7 +16,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.plan_graphs import PlanDiff, StageDiff
 from memopt.show import page as page_module
 from memopt.show.page import page, short_source
-from memopt.show.step import Evaluation, LiveRange, Step, StepMemory, StepOp
+from memopt.show.step import Step, StepMemory, _Evaluation, _LiveRange, _StepOp
 from tests.planning.test_plan_networkx import PLANS, gpt2
 from tests.show.small import SmallCurve, SmallPlan
 
@@ -34,8 +34,8 @@ def figures_of(text: str) -> dict[str, Any]:
 
 
 def small_step(name: str) -> Step:
-    ops = (StepOp(name, name, "forward", name, "saved", name, f"{name}:1", name, 4, 0.1),)
-    memory = StepMemory({"parameters": 8}, (Evaluation(0, 0.0),), 1, (LiveRange(0, 4, "outputs", 0, 0),), {}, 0.1)
+    ops = (_StepOp(name, name, "forward", name, "saved", name, f"{name}:1", name, 4, 0.1),)
+    memory = StepMemory({"parameters": 8}, (_Evaluation(0, 0.0),), 1, (_LiveRange(0, 4, "outputs", 0, 0),), {}, 0.1)
     return Step(ops, memory, memory)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import memopt
 from examples.models.browser import chromium, open_page, why_no_browser
 from memopt.planning.plan import Plan
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import step_of
 from memopt.units import size
 from tests.planning.test_plan_networkx import gpt2
 

@@ -9,7 +9,7 @@ import pytest
 
 from memopt.account.breakdown import ANY_LINK, OPTIMIZER_STEP, live_bytes_by_kind
 from memopt.planning.plan import Plan
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import step_of
 from memopt.solver import Link, simulate
 from tests.planning.test_plan_networkx import PLANS
 

@@ -12,7 +12,7 @@ from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.show.bands import COLOURS, band_of, bands, columns, edges
 from memopt.show.page import _asset
-from memopt.show.step_of_plan import step_of
+from memopt.show.step import step_of
 from memopt.units import size
 from tests.planning.test_plan_networkx import PLANS, gpt2
 
