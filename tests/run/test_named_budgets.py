@@ -216,6 +216,41 @@ def test_a_step_on_sparse_tensors_that_cannot_be_captured_is_named_about_what_th
     assert train_on_graphs(budget) <= budget * GIB <= 1.4 * plain
 
 
+class Bags(nn.Module):
+    """Layers on the mean of embeddings, whose gradient is sparse: it has a row for each word of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(500, 64, sparse=True), nn.Linear(64, 10)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(words).mean(1))
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_named_budget_has_room_for_the_sparse_gradients_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
+
+    def train(budget_gb: float | None) -> int:
+        gc.collect()
+        model = Bags().train()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if budget_gb is not None:
+            memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute"}, optimizer=optimizer)
+        with memopt.measure_peak() as peak:
+            for _ in range(3):
+                loss = model(torch.randint(500, (256, 16))).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return peak.bytes
+
+    plain = train(None)
+    budget = named(train, 0.5 * plain / GIB)
+    assert train(budget) <= budget * GIB <= 1.5 * plain  # gradients may stay, too
+
+
 class Supervised(nn.Module):
     """Convolutions with a head behind each, whose losses are taken one by one."""
 
