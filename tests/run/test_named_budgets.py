@@ -222,28 +222,43 @@ class Bags(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.head = nn.Embedding(500, 64, sparse=True), nn.Linear(64, 10)
+        self.words = nn.Embedding(500, 64, sparse=True)
+        self.head = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.head(self.words(words).mean(1))
 
 
+def one_optimizer(model: Bags) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), 0.1)]
+
+
+def two_optimizers(model: Bags) -> list[torch.optim.Optimizer]:
+    """As there are where some parameters have sparse gradients; the first is given."""
+    return [torch.optim.SparseAdam(model.words.parameters()), torch.optim.Adam(model.head.parameters())]
+
+
 @pytest.mark.usefixtures("counted")
-def test_a_named_budget_has_room_for_the_sparse_gradients_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [one_optimizer, pytest.param(two_optimizers, marks=pytest.mark.slow)])
+def test_a_named_budget_has_room_for_sparse_gradients_of_the_step_before_and_for_all_optimizers(
+    make: Callable[[Bags], list[torch.optim.Optimizer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MEMOPT_PLAN", raising=False)
 
     def train(budget_gb: float | None) -> int:
         gc.collect()
         model = Bags().train()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizers = make(model)
         if budget_gb is not None:
-            memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute"}, optimizer=optimizer)
+            memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute"}, optimizer=optimizers[0])
         with memopt.measure_peak() as peak:
             for _ in range(3):
                 loss = model(torch.randint(500, (256, 16))).square().mean()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
                 loss.backward()
-                optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.step()
         return peak.bytes
 
     plain = train(None)
