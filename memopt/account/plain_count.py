@@ -87,7 +87,7 @@ class PlainStep:
     nodes: int = 0
     """The number of autograd nodes that its forward makes."""
     sparse_bytes: int = 0
-    """The bytes by which the sparse gradients that its backward leaves exceed dense ones."""
+    """The bytes by which the gradients that exist when it begins exceed dense ones, where some are sparse."""
     draws: bool = False
     """Whether its forward draws random numbers of Python's or numpy's, which may choose the operators that run."""
 
@@ -288,7 +288,8 @@ def _counted(
             if special_kind(gradient):
                 beyond[id(part)] = distinct_bytes([gradient]) - part.nbytes
 
-        for part in [one for one in own.values() if one.grad is not None]:  # a dense stand-in: a sum would be dense
+        dense: list[Any] = [one for one in own.values() if one.requires_grad and one.grad is not None]
+        for part in dense:  # it stands for a gradient that may be sparse
             part.register_hook(partial(note_sparse, part))
         with gradients_kept(losses):
             given, squares = [torch.ones_like(loss) if loss.dim() else None for loss in losses], []
@@ -302,8 +303,6 @@ def _counted(
                 squares = [one.square().sum() for one in gradients]
             derived, before_last = count.live_bytes if squares else 0, count.peak_bytes
             torch.autograd.backward([*losses, *squares], [*given, *(None for _ in squares)])
-            for part in [one for one in own.values() if one.grad is not None]:
-                note_sparse(part, part.grad)
     ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     leaves = set(map(id, leaves_of(ends)))
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
