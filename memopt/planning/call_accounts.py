@@ -110,20 +110,21 @@ class CallAccounts:
         the given instance does not."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             return account
-        rest = {id(one) for one in self.terms.model.parameters() if one.requires_grad and steps(one)}
-        rest.difference_update(map(id, parameters_of(optimizer)))
-        for live in self.beside.found.optimizers if rest else ():
-            stepped = [one for one in self.terms.model.parameters() if id(one) in rest.intersection(live.order)]
+        trained = {id(one): one for one in self.terms.model.parameters() if one.requires_grad and steps(one)}
+        for one in parameters_of(optimizer):
+            trained.pop(id(one), None)
+        for live in self.beside.found.optimizers:
+            stepped = {number: trained.pop(number) for number in live.order if number in trained}
             if stepped and (further := live.instance()) is not None:
-                rest.difference_update(live.order)
-                idle = [one for one in parameters_of(further) if id(one) not in set(map(id, stepped))]
-                found = self._optimizer_account(further, stepped, device_of(self.terms.card).type, idle)
-                account = replace(
-                    account,
-                    optimizer_state=account.optimizer_state + found.state_bytes,
-                    optimizer_temporaries=max(account.optimizer_temporaries, found.step_temporary_bytes),
-                    state_blocks=account.state_blocks + found.state_blocks,
-                )
+                idle = [one for one in parameters_of(further) if id(one) not in stepped]
+                with suppress(ValueError):  # of one that no plan counts, such as LBFGS
+                    found = self._optimizer_account(further, stepped.values(), device_of(self.terms.card).type, idle)
+                    account = replace(
+                        account,
+                        optimizer_state=account.optimizer_state + found.state_bytes,
+                        optimizer_temporaries=max(account.optimizer_temporaries, found.step_temporary_bytes),
+                        state_blocks=account.state_blocks + found.state_blocks,
+                    )
         return account
 
     @contextmanager
