@@ -139,7 +139,7 @@ class UntilBackward:
         copied = in_forward - saved  # kernels may copy what they read and write
         most = saved if entry.trained or entry.waiting() else max(in_forward, in_backward) + copied
         seen._freed_bytes = _check(entry, saved, most)
-        if seen.read in PeakMeter.listeners:
+        if seen._freed_bytes and seen.read in PeakMeter.listeners:
             _mark(seen._freed_mark)
 
     def read(self, events: Sequence[int]) -> None:
@@ -147,7 +147,7 @@ class UntilBackward:
         `events` in order (bytes allocated, and bytes freed as negative numbers), in the model's entry."""
         PeakMeter.listeners.remove(self.read)
         if (freed := _marked(events, self._freed_mark)) is not None:
-            events = [*events[:freed], self._freed_bytes, *events[freed:]]  # the caller's code did not free it
+            events = [*events[: freed - 2], self._freed_bytes, *events[freed:]]  # the caller's code did not free it
         entry, begin, end = self.entry(), _marked(events, self._begin_mark), _marked(events, self._end_mark)
         if entry is not None and self.ended and begin is not None and end is not None and begin < end:
             if not self._seen.metered:
@@ -156,10 +156,10 @@ class UntilBackward:
 
 
 def _check(entry: Entry, saved_bytes: int, most_bytes: int) -> int:
-    """Check what the caller's operators have saved since the forward, and what they hold at most in the backward, which
-    is not known before. Where the budget has no room for the latter, the forward frees what it saved, and runs a second
-    time in its backward; where it has none for the former nevertheless, a warning says so. Returns the bytes freed.
-    Raises `BudgetError` in a model that has not stepped where no plan would leave so much."""
+    """Warn where the caller's operators have saved more since the forward than the budget has left for them, which is
+    not known before. Raises `BudgetError` in a model that has not stepped where no plan would leave so much. Where the
+    budget has room for that, but not for the most that they hold in the backward, the forward frees what it saved, and
+    runs a second time in its backward. Returns the bytes freed."""
     waiting = [forward for one in Ledger.of(entry).entries for forward in one.all_waiting()]
     if entry.fixed_bytes is not None or len(waiting) != 1:  # the graph may lead through other forwards
         return 0
@@ -167,10 +167,8 @@ def _check(entry: Entry, saved_bytes: int, most_bytes: int) -> int:
     account = replace(forward.account, other_forwards=0, elsewhere=0, tolerance=0)
     needed = account.resident_bytes + saved_bytes  # what is elsewhere may be among these, or be freed by now
     room = entry.budget_bytes + entry.tolerance_bytes + max(0, account.optimizer_state - entry.found.state)
-    lacks_room = needed <= room < needed - saved_bytes + most_bytes + forward.held_bytes
-    freed = forward.free_saved() if lacks_room else 0
     if needed + forward.held_bytes <= room:
-        return freed
+        return forward.free_saved() if needed - saved_bytes + most_bytes + forward.held_bytes > room else 0
     elsewhere_bytes = entry.found.beside(account)
     works = needed + elsewhere_bytes + forward.saved_bytes() + entry.tolerance_bytes
     works = max(works, forward.runs_plain_from(elsewhere_bytes, 2 * works) or 0)
@@ -178,7 +176,7 @@ def _check(entry: Entry, saved_bytes: int, most_bytes: int) -> int:
     del forward, waiting  # else this frame, which is in the error's traceback, would hold the forward
     tell = entry.warn_beyond if needed <= entry.budget_bytes else entry.refuse
     tell(BudgetError(entry.budget_bytes, works, reason, least=False, further=(_BESIDE,)))
-    return freed
+    return 0
 
 
 _BESIDE = (

@@ -4,7 +4,6 @@ and as it was seen from the second one on, also where no meter runs."""
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -401,8 +400,7 @@ class Twofold(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 6])
 def test_what_other_methods_of_the_model_save_is_named_before_the_first_step(steps: int) -> None:
-    """The first step exceeded its budget, and no word was said. More than the budget is refused; less has room once the
-    forward frees what it saved, and runs again in its backward."""
+    """The first step exceeded its budget, and no word was said. More than the budget is refused, less is a warning."""
 
     def train(budget_gb: float = 0) -> list[int]:
         torch.manual_seed(0)
@@ -429,9 +427,9 @@ def test_what_other_methods_of_the_model_save_is_named_before_the_first_step(ste
 
     plain = max(train())
     if steps == 1:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "that the caller's code saved")
-            assert max(train(budget_gb := 0.75 * plain / GIB)) <= budget_gb * GIB
+        with pytest.warns(UserWarning, match="that the caller's code saved"):
+            peaks = train(budget_gb := 0.75 * plain / GIB)
+        assert max(peaks[1:]) <= budget_gb * GIB
         return
     named_gb = refused_at(0.5 * plain / GIB)
     gc.collect()
