@@ -8,7 +8,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -232,12 +232,14 @@ class LiveOptimizer:
     """The `id`s of its parameters, in order: a loop frees the temporaries of one in the step of the next."""
     fused: bool
     """Whether all its groups are stepped by torch's fused kernels, which need no temporaries."""
+    instance: weakref.ref[Optimizer] = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> LiveOptimizer:
         """The description of an optimizer, which keeps neither the optimizer nor its parameters alive."""
         order = tuple(map(id, parameters_of(optimizer)))
-        return cls(type(optimizer), order, all(group.get("fused") is True for group in optimizer.param_groups))
+        fused = all(group.get("fused") is True for group in optimizer.param_groups)
+        return cls(type(optimizer), order, fused, weakref.ref(optimizer))
 
     def like(self, optimizer: OptimizerLike) -> OptimizerLike:
         """`optimizer`, this one's class or name, or a function that makes it with fused kernels as this one has."""

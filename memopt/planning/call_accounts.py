@@ -16,7 +16,7 @@ from memopt.account.account import Account, Trains, account_of
 from memopt.account.card_state import CardState, card_state
 from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
-from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of
+from memopt.account.optimizer_trial import LiveOptimizer, live_optimizer_of, parameters_of
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.card import expandable_segments
 from memopt.device.devices import device_of
@@ -79,6 +79,7 @@ class CallAccounts:
         account = account_of(
             terms.model, tensors_in(call), optimizer, terms.card, trains, steps, live, self._optimizer_account
         )
+        account = self._with_further_optimizers(account, optimizer, steps)
         held, others = situation.gradients_held, situation.other_forwards
         meanwhile = (situation.meanwhile or 0) + (situation.for_other_models or 0)
         if terms.sharding is not None:
@@ -103,6 +104,28 @@ class CallAccounts:
             card_state=self._card_state,
             tolerance=self.beside.tolerance_bytes,
         )
+
+    def _with_further_optimizers(self, account: Account, optimizer: Any, steps: Trains) -> Account:
+        """The account with what optimizers hold that the user did not give, but which step parameters of the model that
+        the given instance does not."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return account
+        trained = {id(one): one for one in self.terms.model.parameters() if one.requires_grad and steps(one)}
+        for one in parameters_of(optimizer):
+            trained.pop(id(one), None)
+        for live in self.beside.found.optimizers:
+            stepped = {number: trained.pop(number) for number in live.order if number in trained}
+            if stepped and (further := live.instance()) is not None:
+                idle = [one for one in parameters_of(further) if id(one) not in stepped]
+                with suppress(ValueError):  # of one that no plan counts, such as LBFGS
+                    found = self._optimizer_account(further, stepped.values(), device_of(self.terms.card).type, idle)
+                    account = replace(
+                        account,
+                        optimizer_state=account.optimizer_state + found.state_bytes,
+                        optimizer_temporaries=max(account.optimizer_temporaries, found.step_temporary_bytes),
+                        state_blocks=account.state_blocks + found.state_blocks,
+                    )
+        return account
 
     @contextmanager
     def one_look(self, call: Call, situation: Situation) -> Iterator[None]:
