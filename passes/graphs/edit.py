@@ -7,7 +7,6 @@ that was edited is generated only when it is called or read.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from passes.compat import enable_python_dispatcher
-from passes.graphs.node_facts import binds_new_symbols, is_pure, tensors
+from passes.graphs.node_facts import attribute_of, binds_new_symbols, is_pure, tensors
 
 
 def on_stored_values(graph: Graph) -> contextlib.AbstractContextManager[None]:
@@ -75,9 +74,8 @@ def _is_known(node: Node) -> bool:
 
 
 def _of(node: Node) -> Any:
-    """Returns a node's stored value; or what a `get_attr` without one names, such as a subgraph that a higher-order
-    operator runs."""
-    return node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(node.graph.owning_module)
+    """Returns a node's stored value, or what a `get_attr` without one names."""
+    return node.meta["val"] if "val" in node.meta else attribute_of(node)
 
 
 def restride(changes: Mapping[Node, Any]) -> bool:

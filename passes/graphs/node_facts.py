@@ -64,6 +64,11 @@ def named_dims(given: Any, count: int) -> tuple[int, ...]:
     return tuple(dim % count for dim in (given if isinstance(given, (list, tuple)) else (given,)))
 
 
+def attribute_of(node: Node) -> Any:
+    """Returns what a `get_attr` names: a constant tensor, or a subgraph that a higher-order operator runs."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
 def graph_results(graph: Graph) -> tuple[Any, ...]:
     """Returns what a graph returns, in order: nodes, and values that are not nodes, such as numbers."""
     results: Any = graph.output_node().args[0]
