@@ -18,7 +18,7 @@ from passes.patterns.logits_path import as_rows, moved, other_size_readers
 from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
-from passes.patterns.row_region import NoLayer, RowRegion, row_region_of, row_seeds
+from passes.patterns.row_region import RowRegion, layer_of, row_region_of, row_seeds
 from passes.rewrite_pattern import NoMatch, check_named, judged
 
 aten = torch.ops.aten
@@ -92,15 +92,16 @@ def _matches(graph: Graph, names: Collection[str] | None = None) -> Iterator[tup
     for seed in sorted(others):
         if seed in known or (names is not None and seed.name not in names):
             continue
+        found, reason = None, others[seed]
         try:
-            region = row_region_of(seed)
+            layer = layer_of(seed)
+            reason = ""
+            region = row_region_of(*layer)
             known.update(region.inside, region.results)
-            found, reason = programs(region), ""
-        except NoLayer as mismatch:
-            found, reason = None, others[seed] or str(mismatch)
+            found = region, programs(region)
         except NoMatch as mismatch:
-            found, reason = None, str(mismatch)
-        yield seed, None if found is None else (region, found), reason
+            reason = reason or str(mismatch)
+        yield seed, found, reason
 
 
 @dataclass(frozen=True)
