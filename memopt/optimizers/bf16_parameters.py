@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn, optim
 
-from memopt.optimizers.one_parameter import Slice
-from memopt.optimizers.parameterwise import Parameterwise, is_per_element
+from memopt.optimizers.parameterwise import Parameterwise, Slice, is_per_element
 
 _HALF = 0x8000
 
