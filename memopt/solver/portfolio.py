@@ -12,8 +12,8 @@ from memopt.solver.arrays import Ints, arrays_of, to_array, to_schedule
 from memopt.solver.chain_plans import NestedChain
 from memopt.solver.lower_bound import LowerBound, floor_bytes, floor_of
 from memopt.solver.min_cut import CutNetwork, just_in_time, lower_hull
-from memopt.solver.native import is_compiled, ready_made
-from memopt.solver.problem import Op, RematProblem, Schedule, Storage
+from memopt.solver.native import entries, is_compiled, ready_made, signature
+from memopt.solver.problem import RematProblem, Schedule
 from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, UserSolvers, recipes
 from memopt.solver.search import (
     NEAREST_POWERS,
@@ -262,8 +262,8 @@ def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
 
 @cache
 def warm_up() -> None:
-    """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if they were compiled when
-    memopt was installed (the extension of `native`).
+    """Compile the solvers' kernels. Does nothing if they were compiled when memopt was installed (the extension of
+    `native`).
 
     Warns if neither that extension nor numba is installed, so that the kernels run as plain Python.
 
@@ -276,21 +276,6 @@ def warm_up() -> None:
             "pip install 'memopt[numba]'",
             stacklevel=2,
         )
-    if ready_made() is not None or not is_compiled():
-        return
-    portfolio = Portfolio(_chain(blocks=8))
-    most = max(baseline.peak_bytes for baseline in portfolio.baselines())
-    least = portfolio.smallest().peak_bytes
-    portfolio.solve((most + 2 * least) // 3)
-
-
-def _chain(blocks: int) -> RematProblem:
-    """A chain of blocks of two forward ops; each storage is read by the next op and by its own op's backward."""
-    depth = 2 * blocks
-    forward = [Op(f"f{n}", 1.0, (n - 1,) if n else (), (n,), block=n // 2) for n in range(depth)]
-    backward = [
-        Op(f"b{n}", 2.0, (n,) if n == depth - 1 else (n, depth + (depth - 2 - n)), (2 * depth - 1 - n,))
-        for n in reversed(range(depth))
-    ]
-    storages = [Storage(f"s{n}", 3 if n % 2 else 1) for n in range(depth)] + [Storage("g", 1)] * depth
-    return RematProblem(tuple(forward + backward), tuple(storages), depth)
+    elif ready_made() is None:
+        for kernel in entries():
+            kernel.compile(signature(kernel.py_func))
