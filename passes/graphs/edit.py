@@ -63,7 +63,7 @@ def result_of(node: Node, instead: Mapping[Node, Any] = MappingProxyType({})) ->
         first = node.all_input_nodes[0]
         return _retyped(node.meta["val"], next(tensors(instead.get(first, first.meta["val"]))).dtype)
     args, kwargs = map_arg(
-        (node.args, node.kwargs), lambda source: instead[source] if source in instead else _of(source)
+        (node.args, node.kwargs), lambda source: instead[source] if source in instead else stored_value(source)
     )
     target: Any = node.target
     return target(*args, **kwargs)
@@ -73,7 +73,7 @@ def _is_known(node: Node) -> bool:
     return "val" in node.meta or node.op == "get_attr"
 
 
-def _of(node: Node) -> Any:
+def stored_value(node: Node) -> Any:
     """Returns a node's stored value, or what a `get_attr` without one names."""
     return node.meta["val"] if "val" in node.meta else attribute_of(node)
 
