@@ -37,13 +37,9 @@ class FoundLoss:
     weight: str = ""
     """The name of the weight of its layer, for the mean or sum of a cross entropy that can be rewritten."""
 
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason or 'computed in chunks'}"
-
 
 def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
-    """Returns the losses of an operator graph, in the order of its nodes, each with the reason if `ChunkLoss` cannot
-    rewrite it."""
+    """Returns the losses of an operator graph, in its order, each with the reason if `ChunkLoss` cannot rewrite it."""
     found = {}
     for loss, match, reason in _matches(_rolled(graph_module).graph):
         weight = ""
@@ -159,8 +155,7 @@ class ChunkLoss(Pass):
 
 
 def _rewrite(match: LossMatch, options: dict[str, Any]) -> None:
-    """Puts `memopt::linear_cross_entropy` in the place of one loss, with those of its options that are not in the
-    graph."""
+    """Puts `memopt::linear_cross_entropy` in the place of one loss; `options` are those that are not in the graph."""
     source, class_dim = match.linear.hidden, match.path.nodes[-1].class_dim
     sources: dict[Node, Node] = {}
     """Per node between the layer and the loss: the layer's input, with its rows moved as that node's rows are."""

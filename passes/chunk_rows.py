@@ -46,8 +46,7 @@ def _like(region: RowRegion, node: Node) -> Node:
 
 
 class _Rewrite:
-    """The rewriting of one program, ahead of its first result. `made` maps the results of the region that have been
-    rewritten to their new nodes."""
+    """The rewriting of one program, ahead of its first result. `made`: the new nodes of results rewritten so far."""
 
     def __init__(self, program: RowProgram, made: dict[Node, Node]) -> None:
         self.made = made

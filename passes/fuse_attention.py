@@ -1,5 +1,4 @@
-"""Replaces written-out attention, softmax(Q Kᵀ · scale + mask) V, by `scaled_dot_product_attention`, which never holds
-the probabilities."""
+"""Replaces written-out attention by `scaled_dot_product_attention`, which never holds the probabilities."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -231,10 +230,8 @@ def _only_reader(node: Node) -> Node:
 
 
 def _walk_up_scores(node: Node) -> tuple[Node, list[_ScoreStep]]:
-    """Returns the node of Q Kᵀ that the scores `node` are computed from, and the steps from there, last first.
-
-    Raises `NoMatch` if the scores come from anything else, or if anything but the next step reads a value in
-    between."""
+    """Returns the node of Q Kᵀ that the scores `node` are computed from, and the steps from there, last first. Raises
+    `NoMatch` if the scores come from anything else, or if anything but the next step reads a value in between."""
     _only_reader(node)
     name = op_name(node).removesuffix("_")
     if name in _PRODUCTS:
@@ -261,8 +258,7 @@ def _walk_up_scores(node: Node) -> tuple[Node, list[_ScoreStep]]:
 
 
 def _added(node: Node) -> tuple[Node, list[_ScoreStep]]:
-    """As `_walk_up_scores`, for a sum of scores and a mask in either order. Raises `NoMatch` if neither operand comes
-    from Q Kᵀ."""
+    """As `_walk_up_scores`, for a sum of scores and a mask in either order."""
     mismatch = NoMatch(f"{node.name} does not add a tensor to the attention scores")
     for scores, mask in (node.args[1::-1], node.args[:2]):
         if not (isinstance(scores, Node) and isinstance(mask, Node)):

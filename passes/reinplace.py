@@ -248,8 +248,7 @@ class _Order:
 
 
 def _emit(calls: list[Node], run: list[Node]) -> None:
-    """Puts the nodes of a run in the order of its calls. Views stand where they are first read, elements of a tuple
-    right behind its call."""
+    """Puts a run in the order of its calls: views where they are first read, elements of a tuple behind its call."""
     behind, left = run[-1].next, set(run)
 
     def place(node: Node) -> None:

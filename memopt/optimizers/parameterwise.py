@@ -102,8 +102,7 @@ class Parameterwise(optim.Optimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
 
     def room_for(self, parameter: torch.Tensor, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A new, uninitialised tensor of `dtype` with the shape of `tensor`, on the device where this optimizer stores
-        the state of `parameter`."""
+        """A new, uninitialised tensor of `dtype` like `tensor`, on the device that has the state of `parameter`."""
         return torch.empty_like(tensor, dtype=dtype, device=parameter.device, requires_grad=False)
 
     def extra_state(self) -> dict[str, Any]:
@@ -176,8 +175,7 @@ class Parameterwise(optim.Optimizer):
                     self.step_parameter(group, parameter)
 
     def step_parameter(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        """Step one parameter, which has a gradient, by the options of its group. Raises `ValueError` for a sparse
-        gradient."""
+        """Step one parameter, which has a gradient, by its group's options. Raises `ValueError` if that is sparse."""
         assert parameter.grad is not None
         if parameter.grad.layout != torch.strided:
             raise ValueError(

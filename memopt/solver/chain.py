@@ -156,8 +156,7 @@ def _extra_bytes(problem: RematProblem, leaving: list[list[int]], consumed: list
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a block. Bytes are those of workspaces and of storages that can be recomputed, without the block's
-    inputs."""
+    """One way to run a block. Bytes are of workspaces and of storages that can be recomputed, without its inputs."""
 
     forward: tuple[int, ...]
     """Ops of the block's forward, in order."""

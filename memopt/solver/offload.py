@@ -114,8 +114,7 @@ class OffloadPortfolio:
         return self._judged(search.best, budget_bytes, link, bound)
 
     def smallest(self, link: Link) -> OffloadSolution:
-        """The schedule with the smallest peak found; with enough room on the host, its peak is that of `floor_of` with
-        offloads."""
+        """The schedule with the smallest peak found: with enough room on the host, that of `floor_of` with offloads."""
         self._portfolio.build_on_smallest()
         return self.solve(self._smallest_peak(link), link, "fast")
 

@@ -125,8 +125,7 @@ def simulate(problem: RematProblem, schedule: Schedule, link: Link | None = None
 
 
 def lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tuple[Offload, ...]) -> list[list[int]]:
-    """Every version of every storage (see `simulate`) as [storage, position of its making, last position where it is
-    live]."""
+    """Every version of every storage (see `simulate`) as [storage, position of its making, last live position]."""
     versions: list[list[int]] = []
     latest: dict[int, list[int]] = {}
     outward = by_position((offload.out_after, offload) for offload in offloads)

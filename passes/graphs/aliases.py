@@ -49,8 +49,7 @@ _SILENT_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten._
 
 
 def storages(node: Node) -> frozenset[Hashable]:
-    """Returns a key for each storage behind the fake tensors in `node.meta["val"]`; two nodes that have a key in common
-    are views of the same memory."""
+    """Returns a key for each storage behind the fake tensors in `node.meta["val"]`; equal keys mean the same memory."""
     return frozenset(
         StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
         for value in tensors(node.meta.get("val"))
@@ -98,8 +97,7 @@ class _Block:
 
 @dataclass
 class Aliases:
-    """The blocks of memory of a graph, numbered from 0 in the order of their making, and which nodes' values they
-    hold."""
+    """The blocks of memory of a graph, numbered in the order of their making, and which nodes' values they hold."""
 
     graph: Graph
     blocks: list[_Block] = field(default_factory=list)

@@ -148,8 +148,7 @@ def replace_node(node: Node, by: Node) -> None:
 
 
 def erase_unread(nodes: Iterable[Node], erasable: Callable[[Node], bool] = is_pure) -> None:
-    """Erases those of the nodes that nothing reads and that are `erasable`, by default pure; and then their inputs that
-    have become so."""
+    """Erases those of the nodes that nothing reads and that are `erasable`, and then inputs that have become so."""
     pending = list(dict.fromkeys(nodes))
     erased: set[Node] = set()
     while pending:

@@ -155,8 +155,7 @@ def has_floats(node: Node) -> bool:
 
 
 def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Returns whether two shapes, strides or other sequences of sizes are known to be equal, whatever values their
-    symbols have."""
+    """Returns whether two shapes, or other sequences of sizes, are known to be equal for all values of symbols."""
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 

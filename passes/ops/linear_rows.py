@@ -61,8 +61,7 @@ class ChunkedLinear:
         self.bias = None if bias is None else self.padded(bias)
 
     def padded(self, given: Tensor) -> Tensor:
-        """Returns `given`, a weight or bias, in the dtype of `hidden`, with `self.padding` classes of zeros
-        appended."""
+        """Returns a weight or bias in the dtype of `hidden`, with `self.padding` classes of zeros appended."""
         if not self.padding:
             return given.to(self.hidden.dtype)
         padded = self.hidden.new_empty(self.classes + self.padding, *given.shape[1:])

@@ -170,8 +170,7 @@ def moved(step: LogitsStep, source: Node, width: int) -> Node:
 
 
 def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node:
-    """Returns a value as [rows, width], by new calls with the metadata of `like`. `class_dim` is the dimension of size
-    `width`, None for the last."""
+    """Returns a value as [rows, width], by new calls like `like`. `class_dim` has the size `width`; None: the last."""
     dims = source.meta["val"].dim()
     if class_dim is not None and class_dim != dims - 1:
         source = new_call(like, torch.ops.aten.movedim.int, source, class_dim, -1)
@@ -179,8 +178,7 @@ def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node
 
 
 def other_size_readers(node: Node, class_dim: int) -> list[Node]:
-    """Replaces the calls that read the size of a value in the dimension `class_dim` by that size, and returns the calls
-    that read its other sizes."""
+    """Replaces calls that read a value's size in the dimension `class_dim` by it; returns those that read others."""
     value, others = node.meta["val"], list[Node]()
     for reader in [user for user in node.users if op_name(user) == "sym_size"]:
         dim: Any = reader.args[1]

@@ -31,8 +31,7 @@ _LEAST_GAIN = 2
 
 @dataclass(frozen=True)
 class RowSegment:
-    """A part of a graph that can run on some rows at a time: a row of its results depends only on that row of its
-    inputs."""
+    """A part of a graph that can run on some rows at a time: a row of its results needs that of its inputs only."""
 
     members: tuple[tuple[str, RowsPlace], ...]
     """The names of the calls, in order, with the place of the rows in the value of each."""
@@ -276,8 +275,7 @@ def _bytes(node: Node) -> int:
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the dimensions of a tensor, the outermost in memory first; None for a tensor with gaps between its
-    elements."""
+    """Returns the dimensions of a tensor, the outermost in memory first; None for a tensor with gaps in memory."""
     strides = [size_seen(stride) or 0 for stride in value.stride()]
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
     expected: Any = 1
