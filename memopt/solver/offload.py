@@ -101,7 +101,7 @@ class OffloadPortfolio:
         if plain is not None and not self._problem.home_bytes:  # `plain` never copies storages at home to the device
             nothing = np.zeros((0, 5), np.int64)
             search.offer(OffloadCandidate(plain.method, to_array(plain.schedule), nothing, plain.added_seconds))
-        for name, schedule in self._portfolio.users.at(budget_bytes):
+        for name, schedule in self._portfolio.users_schedules(budget_bytes):
             if schedule.offloads:
                 self._offer_proposed(search, name, schedule)
         if link.bytes_per_second > 0 and not search.done:

@@ -14,7 +14,7 @@ from memopt.solver.lower_bound import LowerBound, floor_bytes, floor_of
 from memopt.solver.min_cut import CutNetwork, just_in_time, lower_hull
 from memopt.solver.native import entries, is_compiled, ready_made, signature
 from memopt.solver.problem import RematProblem, Schedule
-from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, UserSolvers, recipes
+from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, check_solver, proposals, recipes
 from memopt.solver.search import (
     NEAREST_POWERS,
     NEXT_POWERS,
@@ -58,7 +58,10 @@ class Portfolio:
         self.bound = LowerBound(problem)
         """A lower bound on the seconds that any schedule within a budget adds."""
         self._nested_chain = NestedChain(problem)
-        self.users = UserSolvers(problem, solvers)
+        for solver in solvers:
+            check_solver(solver)
+        self._solvers = tuple(solvers)
+        self._proposals: tuple[int, list[tuple[str, Schedule]]] | None = None
         self._explored = _EXPLORED_SMALL if len(problem.ops) < _SMALL_OPS else _EXPLORED
         self._found: list[Candidate] = []
         self._found_with_users: list[Candidate] = []
@@ -93,7 +96,7 @@ class Portfolio:
                 self._improve(search, known, bound)
         if search.best is None:
             search.offer(self._own_smallest)
-        if self.users.solvers:
+        if self._solvers:
             self._found += [] if search.best is None else [search.best]
             self._add_users_plans(search, quickly=effort == "fast")
         if search.best is None:
@@ -101,7 +104,7 @@ class Portfolio:
         if effort == "best":
             seeds = [self._baselines[0], *sorted(known, key=lambda plan: abs(plan.peak_bytes - budget_bytes))[:8]]
             search_on(search, seeds, bound, limit_seconds, report)
-        (self._found_with_users if self.users.solvers else self._found).append(search.best)
+        (self._found_with_users if self._solvers else self._found).append(search.best)
         return self._judged(search.best, budget_bytes, bound)
 
     def smallest(self) -> Solution:
@@ -170,9 +173,17 @@ class Portfolio:
                 search.repair(save_all, (rule,))
         search.explore(save_all, [*above[:3], *fitting[:2], *nested], self._explored)
 
+    def users_schedules(self, budget_bytes: int) -> list[tuple[str, Schedule]]:
+        """The schedules that the user's solvers propose at a budget, each with its solver's name, in the order of the
+        solvers. Those of the last budget are cached. Raises `SolverError` as `protocol.proposals` does."""
+        if self._proposals is None or self._proposals[0] != budget_bytes:
+            found = ((one.name, proposals(one, self._problem, budget_bytes)) for one in self._solvers)
+            self._proposals = budget_bytes, [(name, plan) for name, plans in found for plan in plans]
+        return self._proposals[1]
+
     def _users_plans(self, budget_bytes: int) -> list[Candidate]:
         """The plans without offloads that a user's solvers propose."""
-        return [self._candidate(name, plan) for name, plan in self.users.at(budget_bytes) if not plan.offloads]
+        return [self._candidate(name, plan) for name, plan in self.users_schedules(budget_bytes) if not plan.offloads]
 
     def _add_users_plans(self, search: Search, quickly: bool) -> None:
         """Offer the users' plans and earlier solutions found with them, and improve those nearest to the cap."""
