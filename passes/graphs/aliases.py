@@ -104,8 +104,6 @@ class Aliases:
     of: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     """Per node: the number of the block of each tensor that it returns; by `find_cautious_aliases`, of all blocks that
     these may lie in."""
-    views: set[Node] = field(default_factory=set)
-    """The nodes that make no memory, since their results lie in that of another node."""
     written_over: set[int] = field(default_factory=set)
     """The blocks in which a call writes its result over an operand (see `find_aliases`)."""
 
@@ -173,17 +171,13 @@ def find_aliases(
             found.of[node] = _element(found, node)
         elif node.target is COPY_OUT:  # its result is the host's memory
             found.of[node] = ()
-            continue
         elif node.name in written_over:
             found.of[node] = found.of[named[written_over[node.name]]]
             found.written_over.update(found.of[node])
-            continue
         elif isinstance(viewed, Node):
             found.of[node] = found.of.get(viewed, ())[:1] * max(1, len(list(results_of(node))))
         else:
             found.of[node] = found._make(node)
-            continue
-        found.views.add(node)
     return found
 
 
