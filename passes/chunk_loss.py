@@ -37,6 +37,9 @@ class FoundLoss:
     weight: str = ""
     """The name of the weight of its layer, for the mean or sum of a cross entropy that can be rewritten."""
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason or 'computed in chunks'}"
+
 
 def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
     """Returns the losses of an operator graph, in its order, each with the reason if `ChunkLoss` cannot rewrite it."""

@@ -40,6 +40,9 @@ class Found:
     kind: str = ""
     """What takes its place, where the pass has several: "gelu", "gelu_tanh" (its approximation) or "silu"."""
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason or ' into '.join(filter(None, ('fused', self.kind)))}"
+
 
 @dataclass(frozen=True)
 class RewritePattern(Pass, Generic[Data]):
