@@ -83,9 +83,8 @@ def _cast(value: Node, readers: list[Node], backward: frozenset[Node], dtype: to
 
 
 def _widens(reader: Node, value: Node) -> bool:
-    """Returns whether a call gives the same result for the narrow value as for the widened one. That holds if it
-    promotes the value to the dtype of another operand, or if it is exact in any dtype and all its readers promote
-    it."""
+    """Returns whether a call gives the same result for the narrow value as for the widened one: if it promotes the
+    value to another operand's dtype, or if it is exact in any dtype and all its readers promote it."""
     if reader.op != "call_function" or reader.all_input_nodes.count(value) != 1:
         return False
     others = [source for source in reader.all_input_nodes if source is not value]

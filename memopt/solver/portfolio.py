@@ -205,8 +205,7 @@ class Portfolio:
 
     @cached_property
     def _smallest(self) -> Candidate:
-        """The plan with the smallest peak: that of the built-in solvers, or one that a user's solvers propose for the
-        floor as budget."""
+        """The plan with the smallest peak, also of those that a user's solvers propose for the floor as budget."""
         proposed = self._users_plans(floor_bytes(self._problem))
         return min([self._own_smallest, *proposed], key=lambda plan: plan.peak_bytes)
 

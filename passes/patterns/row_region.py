@@ -109,8 +109,7 @@ def _layer(node: Node) -> Linear:
 
 
 def _with_classes(node: Node, class_dim: int) -> Any:
-    """Yields the inputs of a call whose classes become those of its result, in dimension `class_dim`, each with the
-    dimension that they have there."""
+    """Yields the inputs whose classes become those of a call's result, in `class_dim`, each with their dimension."""
     for source in node.all_input_nodes:
         value = source.meta.get("val")
         for dim in range(value.dim()) if isinstance(value, torch.Tensor) else ():
@@ -202,8 +201,7 @@ def class_dim_after(node: Node, source: Node, class_dim: int) -> int | None:
 
 
 def is_result(node: Node, source: Node, class_dim: int) -> bool:
-    """Returns whether a call reduces the classes of its input `source` (in dimension `class_dim`), or picks some of
-    them, for each row alone."""
+    """Returns whether a call reduces or picks, for each row alone, classes of its input, in dimension `class_dim`."""
     name, before = op_name(node), source.meta["val"]
     if not name or not isinstance(node.meta.get("val"), torch.Tensor) or mutated_arguments(node):
         return False

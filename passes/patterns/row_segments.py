@@ -259,9 +259,8 @@ class _Growth:
 
 
 def can_join(node: Node, place: RowsPlace) -> bool:
-    """Returns whether a value with rows at `place` can be put together from tiles. It must be a tensor without gaps in
-    memory. If a view has merged the rows with a dimension in front of them, no size but their number may be a
-    symbol."""
+    """Returns whether a value with rows at `place` can be put together from tiles: a tensor without gaps in memory, of
+    which, if a view has merged the rows with a dimension in front of them, no size but their number is a symbol."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or memory_order(value) is None:
         return False
