@@ -40,27 +40,6 @@ class _Formula:
     bias: Node | None = None
     normalised: bool = False
 
-    def above(self, node: Node) -> "_Formula":
-        """Returns the formula of the call `node` followed by this formula. Raises `NoMatch` if
-        `memopt::linear_cross_entropy` cannot compute that."""
-        name = op_name(node).removesuffix("_")
-        factor = _factor(node)
-        if name == "log_softmax":
-            if replace(self, normalised=False) != _Formula():
-                raise NoMatch("the log probabilities are changed before the loss reads them")
-            return _Formula(normalised=True)
-        if factor is None and name not in ("tanh", "add"):
-            return self
-        if self.bias is not None:
-            raise NoMatch(f"a bias is added to the logits after {node.name}")
-        if factor is not None:
-            return replace(self, scale=self.scale * factor)
-        if name == "add" and (terms := _sum(node)) is not None:
-            return replace(self, bias=terms[1])
-        if self.softcap:
-            raise NoMatch("the logits go through tanh twice")
-        return replace(self, scale=1.0, softcap=self.scale)
-
 
 @dataclass(frozen=True)
 class Path:
@@ -89,31 +68,44 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
     while True:
         returned |= _is_returned(value, reader)
         steps.append(LogitsStep(value, class_dim))
-        above = _source(value, class_dim)
+        above = _step(value, class_dim, formula)
         if above is None:
             return Path(tuple(reversed(steps)), returned, formula)
-        formula = formula.above(value)
-        reader, (value, class_dim) = value, above
+        reader, (value, class_dim, formula) = value, above
 
 
-def _source(node: Node, class_dim: int) -> tuple[Node, int] | None:
-    """Returns the input of a step, and the dimension of the classes in it; None where the call is no step. Raises
-    `NoMatch` for one that splits or picks classes."""
+def _step(node: Node, class_dim: int, formula: _Formula) -> tuple[Node, int, _Formula] | None:
+    """Returns the input of a call, the dimension of the classes in it, and the formula of the call followed by
+    `formula`; None where the call is no step between a layer and a loss. Raises `NoMatch` where it splits or picks
+    classes, or `memopt::linear_cross_entropy` cannot compute the formula."""
     name = op_name(node).removesuffix("_")
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
-    if name == "add":
-        terms = _sum(node)
-        return None if terms is None else (terms[0], class_dim)
+    factor, terms = _factor(node), _sum(node) if name == "add" else None
+    if name == "add" and terms is None:
+        return None
     if name == "log_softmax":
         dim: Any = node.args[1]
         if dim % node.meta["val"].dim() != class_dim:
             raise NoMatch("the log_softmax is not over the classes")
-        return source, class_dim
-    if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
-        return source, class_dim
-    return row_move(node, class_dim)
+        if replace(formula, normalised=False) != _Formula():
+            raise NoMatch("the log probabilities are changed before the loss reads them")
+        return source, class_dim, _Formula(normalised=True)
+    if (factor is not None or name in ("add", "tanh")) and formula.bias is not None:
+        raise NoMatch(f"a bias is added to the logits after {node.name}")
+    if factor is not None:
+        return source, class_dim, replace(formula, scale=formula.scale * factor)
+    if terms is not None:
+        return terms[0], class_dim, replace(formula, bias=terms[1])
+    if name == "tanh":
+        if formula.softcap:
+            raise NoMatch("the logits go through tanh twice")
+        return source, class_dim, replace(formula, scale=1.0, softcap=formula.scale)
+    if name in _SAME or _is_float_cast(node):
+        return source, class_dim, formula
+    moved = row_move(node, class_dim)
+    return None if moved is None else (*moved, formula)
 
 
 def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
