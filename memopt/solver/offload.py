@@ -65,6 +65,7 @@ class OffloadPortfolio:
         self._problem = problem
         self._portfolio = portfolio or Portfolio(problem)
         self._arrays = arrays_of(problem)
+        self._is_small = len(problem.ops) <= _SMALL_OPS
         self._bound = self._portfolio.bound
         if problem.home_bytes:  # they may be off the device at any time, so only a bound without their bytes holds
             there = (replace(storage, bytes=0) if storage.home else storage for storage in problem.storages)
@@ -191,11 +192,6 @@ class OffloadPortfolio:
         for plan in others:
             search.consider(f"{plan.method}, offloaded", plan.evaluations)
         return goes_on or search.best is not before
-
-    @property
-    def _is_small(self) -> bool:
-        """Whether the problem has few enough ops for the portfolio to solve it at many budgets."""
-        return len(self._problem.ops) <= _SMALL_OPS
 
     @cached_property
     def _network(self) -> CutNetwork:
