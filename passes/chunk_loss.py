@@ -91,7 +91,8 @@ def _matches(graph: Graph, names: Collection[str] | None = None) -> Iterator[tup
     for seed in sorted(others):
         if seed in known or (names is not None and seed.name not in names):
             continue
-        found, reason = None, others[seed]
+        found: _Match | None = None
+        reason = others[seed]
         try:
             layer = layer_of(seed)
             reason = ""
