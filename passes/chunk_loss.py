@@ -188,7 +188,7 @@ def _loss(match: LossMatch, hidden: Node, further: dict[str, Any]) -> Node:
     if target.meta["val"].dim() != 1:
         target = new_call(loss, aten.reshape.default, target, [-1])
     if match.from_end:
-        classes = match.path.top.meta["val"].shape[-1]
+        classes = match.linear.node.meta["val"].shape[-1]
         from_end = new_call(loss, aten.add.Tensor, target, classes)
         target = new_call(loss, aten.where.self, new_call(loss, aten.lt.Scalar, target, 0), from_end, target)
     options = {

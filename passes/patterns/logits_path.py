@@ -51,10 +51,6 @@ class Path:
     """Whether the graph returns one of them, or its detached value."""
     formula: _Formula
 
-    @property
-    def top(self) -> Node:
-        return self.nodes[0].node
-
 
 def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
     """Returns the path from the loss's input, `value`, back to the call that computes the logits: the first that
