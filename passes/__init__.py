@@ -4,15 +4,13 @@ from passes.apply_schedule import ApplySchedule, HostStay
 from passes.canonicalize import (
     CANONICAL,
     EliminateDeadCode,
-    HoistGetitems,
     MergeCommonSubexpressions,
+    NextToProducer,
     RemoveDetach,
-    WaitAtOnce,
 )
 from passes.chunk_loss import ChunkLoss, FoundLoss, find_losses
 from passes.forward_writes import ForwardWrites
 from passes.fp8_linears import FoundLinear, Fp8Linears, find_fp8_linears
-from passes.free_first import FreeFirst
 from passes.fuse_activations import FuseActivations, find_activations
 from passes.fuse_attention import FuseAttention, find_attentions
 from passes.fuse_norms import FuseNorms, find_norms
@@ -24,18 +22,18 @@ from passes.graphs.node_facts import is_pure, is_random
 from passes.graphs.verify import VerifyError
 from passes.insert_casts import InsertCasts
 from passes.merge_casts import MergeCasts, SumInFp32
-from passes.narrow_saved import CastSaved, QuantizeSaved
+from passes.narrow_saved import NarrowSaved
 from passes.patterns.row_segments import RowSegment, find_row_segments
-from passes.reinplace import Reinplace, find_reuses
+from passes.reinplace import FreeFirst, Reinplace, find_reuses
 from passes.rewrite_pattern import Found, RewritePattern
 from passes.tile_rows import TileRows
 
 __all__ = [
-    "CANONICAL", "ApplySchedule", "CastSaved", "ChunkLoss", "EliminateDeadCode", "ForwardWrites", "Found",
+    "CANONICAL", "ApplySchedule", "ChunkLoss", "EliminateDeadCode", "ForwardWrites", "Found",
     "FoundLinear", "FoundLoss", "Fp8Linears", "FreeFirst", "FuseActivations", "FuseAttention",
-    "FuseNorms", "GraphDiff", "GraphKind", "HoistGetitems", "HostStay", "InsertCasts", "MergeCasts",
-    "MergeCommonSubexpressions", "Pass", "PassError", "Pipeline", "QuantizeSaved", "Reinplace",
-    "RemoveDetach", "RewritePattern", "RowSegment", "SumInFp32", "TileRows", "VerifyError", "WaitAtOnce",
+    "FuseNorms", "GraphDiff", "GraphKind", "HostStay", "InsertCasts", "MergeCasts",
+    "MergeCommonSubexpressions", "NarrowSaved", "NextToProducer", "Pass", "PassError", "Pipeline", "Reinplace",
+    "RemoveDetach", "RewritePattern", "RowSegment", "SumInFp32", "TileRows", "VerifyError",
     "copy_graph_module", "diff_graphs", "erase_unread", "find_activations", "find_attentions", "find_decisions",
     "find_fp8_linears", "find_losses", "find_norms", "find_reuses", "find_row_segments", "format_graph", "format_node",
     "is_pure", "is_random", "mark_deciding", "new_call", "passes_for", "replace_node",

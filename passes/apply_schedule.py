@@ -238,8 +238,7 @@ class _Rewriter:
                 pending += [user for user in follower.users if user.name not in self.planned]
 
     def holds(self, node: fx.Node) -> bool:
-        """Returns whether a node holds memory itself: an input, a scheduled call, or an element of what a scheduled
-        call returns."""
+        """Returns whether a node holds memory itself: an input, a scheduled call, or an element of its results."""
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node):
             return source.name in self.planned or (source.target is operator.getitem and self.holds(source))

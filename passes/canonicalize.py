@@ -141,51 +141,30 @@ def _size_bytes(node: Node) -> int | float:
 
 
 @dataclass(frozen=True)
-class WaitAtOnce(Pass):
-    """Moves every wait directly after the collective that it waits for.
+class NextToProducer(Pass):
+    """Moves every wait for a collective, and every getitem, directly after the call whose result it reads.
 
-    What a collective reads and writes is in use until its wait: nothing may be written over it, and it takes memory.
+    What a collective reads and writes is in use until its wait: nothing may be written over it, and it takes memory. Of
+    a tuple's elements, those that are unused are freed at once.
 
     Before:
-        all_reduce: f32[4] = _c10d_functional.all_reduce(primals_1, 'sum', '0')
-        neg: f32[4] = aten.neg(primals_1)
-        wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)
+        split: (f32[2], f32[2]) = aten.split.Tensor(primals_1, 2)
+        neg: f32[2] = aten.neg(primals_2)
+        getitem: f32[2] = split[0]
     After:
-        all_reduce: f32[4] = _c10d_functional.all_reduce(primals_1, 'sum', '0')
-        wait_tensor: f32[4] = _c10d_functional.wait_tensor(all_reduce)
-        neg: f32[4] = aten.neg(primals_1)
+        split: (f32[2], f32[2]) = aten.split.Tensor(primals_1, 2)
+        getitem: f32[2] = split[0]
+        neg: f32[2] = aten.neg(primals_2)
     """
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        for node in graph_module.graph.find_nodes(op="call_function", target=WAIT) if WAIT else ():
+        graph = graph_module.graph
+        for node in graph.find_nodes(op="call_function", target=WAIT) if WAIT else ():
             collective = node.args[0]
             if isinstance(collective, Node) and collective.op == "call_function" and _half(collective) == _half(node):
                 collective.append(node)
-        return graph_module
-
-
-def _half(node: Node) -> object:
-    """Returns forward or backward, as tagged: a wait in the other half of the step stays there."""
-    return node.meta.get("partitioner_tag")
-
-
-@dataclass(frozen=True)
-class HoistGetitems(Pass):
-    """Moves every getitem directly after the call whose tuple it reads, so that unused outputs are freed at once.
-
-    Before:
-        split: (f32[2], f32[2]) = aten.split.Tensor(primals_1, 2)
-        neg: f32[2] = aten.neg(primals_2)
-        getitem: f32[2] = split[0]
-    After:
-        split: (f32[2], f32[2]) = aten.split.Tensor(primals_1, 2)
-        getitem: f32[2] = split[0]
-        neg: f32[2] = aten.neg(primals_2)
-    """
-
-    def rewrite(self, graph_module: GraphModule) -> GraphModule:
         last_of: dict[Node, Node] = {}
-        for node in graph_module.graph.find_nodes(op="call_function", target=operator.getitem):
+        for node in graph.find_nodes(op="call_function", target=operator.getitem):
             producer = node.args[0]
             # An input that is a tuple stays with the other inputs, which come first.
             if not isinstance(producer, Node) or producer.op == "placeholder" or not isinstance(node.args[1], int):
@@ -195,8 +174,13 @@ class HoistGetitems(Pass):
         return graph_module
 
 
+def _half(node: Node) -> object:
+    """Returns forward or backward, as tagged: a wait in the other half of the step stays there."""
+    return node.meta.get("partitioner_tag")
+
+
 # Dead code goes first; without detaches and writes more calls are equal; merging scatters getitems: these are last.
 CANONICAL = Pipeline(
-    (EliminateDeadCode(), RemoveDetach(), ForwardWrites(), MergeCommonSubexpressions(), WaitAtOnce(), HoistGetitems())
+    (EliminateDeadCode(), RemoveDetach(), ForwardWrites(), MergeCommonSubexpressions(), NextToProducer())
 )
 """The passes that make a joint graph canonical; it computes the same, bit for bit."""

@@ -18,7 +18,7 @@ from passes.patterns.logits_path import as_rows, moved, other_size_readers
 from passes.patterns.loops import ends_of_loops, roll_loops
 from passes.patterns.loss_pattern import LossMatch, bytes_in_fp32, find_picked, losses, match_loss
 from passes.patterns.row_program import RowProgram, programs
-from passes.patterns.row_region import NoLayer, RowRegion, row_region_of, row_seeds
+from passes.patterns.row_region import RowRegion, layer_of, row_region_of, row_seeds
 from passes.rewrite_pattern import NoMatch, check_named, judged
 
 aten = torch.ops.aten
@@ -42,8 +42,7 @@ class FoundLoss:
 
 
 def find_losses(graph_module: GraphModule) -> tuple[FoundLoss, ...]:
-    """Returns the losses of an operator graph, in the order of its nodes, each with the reason if `ChunkLoss` cannot
-    rewrite it."""
+    """Returns the losses of an operator graph, in its order, each with the reason if `ChunkLoss` cannot rewrite it."""
     found = {}
     for loss, match, reason in _matches(_rolled(graph_module).graph):
         weight = ""
@@ -92,15 +91,17 @@ def _matches(graph: Graph, names: Collection[str] | None = None) -> Iterator[tup
     for seed in sorted(others):
         if seed in known or (names is not None and seed.name not in names):
             continue
+        found: _Match | None = None
+        reason = others[seed]
         try:
-            region = row_region_of(seed)
+            layer = layer_of(seed)
+            reason = ""
+            region = row_region_of(*layer)
             known.update(region.inside, region.results)
-            found, reason = programs(region), ""
-        except NoLayer as mismatch:
-            found, reason = None, others[seed] or str(mismatch)
+            found = region, programs(region)
         except NoMatch as mismatch:
-            found, reason = None, str(mismatch)
-        yield seed, None if found is None else (region, found), reason
+            reason = reason or str(mismatch)
+        yield seed, found, reason
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,7 @@ class ChunkLoss(Pass):
 
 
 def _rewrite(match: LossMatch, options: dict[str, Any]) -> None:
-    """Puts `memopt::linear_cross_entropy` in the place of one loss, with those of its options that are not in the
-    graph."""
+    """Puts `memopt::linear_cross_entropy` in the place of one loss; `options` are those that are not in the graph."""
     source, class_dim = match.linear.hidden, match.path.nodes[-1].class_dim
     sources: dict[Node, Node] = {}
     """Per node between the layer and the loss: the layer's input, with its rows moved as that node's rows are."""
@@ -188,7 +188,7 @@ def _loss(match: LossMatch, hidden: Node, further: dict[str, Any]) -> Node:
     if target.meta["val"].dim() != 1:
         target = new_call(loss, aten.reshape.default, target, [-1])
     if match.from_end:
-        classes = match.path.top.meta["val"].shape[-1]
+        classes = match.linear.node.meta["val"].shape[-1]
         from_end = new_call(loss, aten.add.Tensor, target, classes)
         target = new_call(loss, aten.where.self, new_call(loss, aten.lt.Scalar, target, 0), from_end, target)
     options = {

@@ -12,7 +12,7 @@ from passes.graphs.edit import erase_unread, new_call, restride
 from passes.graphs.node_facts import arguments_of
 from passes.ops.linear_rows import LINEAR_ROWS
 from passes.patterns.logits_path import as_rows, moved, other_size_readers
-from passes.patterns.row_program import RowOperand, RowProgram, RowResult, late_operands, place_of
+from passes.patterns.row_program import RowOperand, RowProgram, late_operands, place_of
 from passes.patterns.row_region import RowRegion
 
 aten = torch.ops.aten
@@ -46,8 +46,7 @@ def _like(region: RowRegion, node: Node) -> Node:
 
 
 class _Rewrite:
-    """The rewriting of one program, ahead of its first result. `made` maps the results of the region that have been
-    rewritten to their new nodes."""
+    """The rewriting of one program, ahead of its first result. `made`: the new nodes of results rewritten so far."""
 
     def __init__(self, program: RowProgram, made: dict[Node, Node]) -> None:
         self.made = made
@@ -59,10 +58,10 @@ class _Rewrite:
             self.place.prepend(node)
         with self.graph.inserting_before(self.place):
             found = self._call(LINEAR_ROWS, *self._operands(), self.program.text, rows)
-            for at, result in enumerate(self.program.results):
-                node = self._finished(result, self._call(operator.getitem, found, at))
-                self.made[result.node] = node = self._laid_out(result.node, node)
-                result.node.replace_all_uses_with(node)
+            for at, (result, finish) in enumerate(self.program.results.items()):
+                node = self._finished(result, finish, self._call(operator.getitem, found, at))
+                self.made[result] = node = self._laid_out(result, node)
+                result.replace_all_uses_with(node)
 
     def _operands(self) -> tuple[list[Any], ...]:
         """Returns hidden, weight, bias, rows, whole and biased, the operands of `memopt::linear_rows`. Those by which
@@ -132,26 +131,26 @@ class _Rewrite:
         dense = self._call(aten.clone.default, turned, memory_format=torch.contiguous_format)
         return self._call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
-    def _finished(self, result: RowResult, found: Node) -> Node:
+    def _finished(self, node: Node, finish: str, found: Node) -> Node:
         """Returns the value of a result of the graph, made from the program's result `found`."""
-        node, dtype = result.node, result.node.meta["val"].dtype
-        if result.finish == "targets":
+        dtype = node.meta["val"].dtype
+        if finish == "targets":
             found = self._mean_of_targets(node, found)
-        elif result.finish in ("sum", "mean"):
-            found = self._call(getattr(aten, result.finish).default, found)
+        elif finish in ("sum", "mean"):
+            found = self._call(getattr(aten, finish).default, found)
         else:
-            found = self._shaped(result, found)
+            found = self._shaped(node, found, again=finish == "again")
         return found if found.meta["val"].dtype == dtype else self._call(aten.to.dtype, found, dtype)
 
-    def _shaped(self, result: RowResult, found: Node) -> Node:
+    def _shaped(self, node: Node, found: Node, *, again: bool) -> Node:
         """Returns a program's result in the shape of the graph's result. A result that is reduced over rows as well
-        (`finish` is "again") is reduced by the graph's own call."""
-        node, class_dim = result.node, self.region.inside[result.value]
-        shape, width = result.value.meta["val"].shape, found.meta["val"].shape[1:]
+        (`again`) is reduced by the graph's own call."""
+        value = self.region.results[node]
+        class_dim, shape, width = self.region.inside[value], value.meta["val"].shape, found.meta["val"].shape[1:]
         rows = [at for at in range(len(shape)) if at != class_dim]
         # A reshape infers one size (-1).
         several = sum(not isinstance(shape[at], int) for at in rows) > 1
-        source = _like(self.region, result.value) if several else None
+        source = _like(self.region, value) if several else None
         sizes = [
             self._size(source, at, shape[at]) if source else shape[at] if isinstance(shape[at], int) else -1
             for at in rows
@@ -159,7 +158,6 @@ class _Rewrite:
         if width:
             shaped = self._call(aten.reshape.default, found, [*sizes, *width])
             return shaped if class_dim == len(shape) - 1 else self._call(aten.movedim.int, shaped, -1, class_dim)
-        again = result.finish == "again"
         if again or node.meta["val"].dim() == len(shape):
             sizes.insert(class_dim, 1)
         shaped = found if len(sizes) == 1 else self._call(aten.reshape.default, found, sizes)

@@ -14,6 +14,7 @@ from passes.graphs.op_kinds import is_cast, is_view, op_name
 from passes.ops.fp8_formats import DELAYED_SCALE, E4M3
 from passes.ops.fp8_kernels import why_not
 from passes.ops.fp8_ops import CURRENT, DELAYED, FP8_LINEAR, SCALINGS
+from passes.patterns.loss_pattern import Linear
 from passes.rewrite_pattern import RewritePattern, check_named
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -47,35 +48,25 @@ def find_fp8_linears(graph_module: GraphModule, scaling: str = CURRENT) -> tuple
     return tuple(_found(match, SCALINGS[scaling].product) for match in matches if match is not None)
 
 
-@dataclass(frozen=True)
-class _Match:
-    node: Node
-    x: Node
-    weight: Node
-    bias: Node | None
-    turned: bool
-    """Whether the weight is given as [in, out]."""
-
-
-def _match(node: Node) -> _Match | None:
+def _match(node: Node) -> Linear | None:
     args: Any = node.args
     if op_name(node) == "linear":
-        return _Match(node, args[0], args[1], args[2] if len(args) > 2 else None, turned=False)
+        return Linear(node, args[0], args[1], args[2] if len(args) > 2 else None, transposed=False)
     if op_name(node) == "addmm" and not node.kwargs and args[0].meta["val"].dim() == 1:
-        return _Match(node, args[1], args[2], args[0], turned=True)
+        return Linear(node, args[1], args[2], args[0], transposed=True)
     return None
 
 
-def _found(match: _Match, tiles: tuple[str, str]) -> FoundLinear:
-    source = match.x
+def _found(match: Linear, tiles: tuple[str, str]) -> FoundLinear:
+    source = match.hidden
     while is_view(source) and source.all_input_nodes:
         source = source.all_input_nodes[0]
-    x, weight = match.x.meta["val"], match.weight.meta["val"]
+    x, weight = match.hidden.meta["val"], match.weight.meta["val"]
     if x.dtype not in _LOW:
         return FoundLinear(match.node.name, source.name, "it does not compute in 16 bits")
     if weight.dim() != 2:
         return FoundLinear(match.node.name, source.name, "its weight is no matrix")
-    inner, columns = weight.shape if match.turned else reversed(weight.shape)
+    inner, columns = weight.shape if match.transposed else reversed(weight.shape)
     rows = x.numel() // inner if inner else 0
     if reason := why_not(rows, inner, columns, *tiles):
         return FoundLinear(match.node.name, source.name, reason)
@@ -83,7 +74,7 @@ def _found(match: _Match, tiles: tuple[str, str]) -> FoundLinear:
 
 
 @dataclass(frozen=True)
-class Fp8Linears(RewritePattern[_Match]):
+class Fp8Linears(RewritePattern[Linear]):
     """Makes the named linear layers compute from 8-bit copies of input and weight, and save those for the backward.
 
     A weight that is cast for the layer is quantised from its value before the cast. Layers whose sizes 8-bit kernels do
@@ -115,22 +106,22 @@ class Fp8Linears(RewritePattern[_Match]):
         mend = "name only layers that find_fp8_linears says can be rewritten"
         check_named(self.linears, reasons, "it is no linear layer", mend)
 
-    def match(self, node: Node) -> _Match | None:
+    def match(self, node: Node) -> Linear | None:
         return _match(node) if node.name in self.linears else None
 
-    def replace(self, node: Node, found: _Match) -> Node:
-        arguments: tuple[Any, ...] = (found.x, _before_casts(found.weight))
+    def replace(self, node: Node, found: Linear) -> Node:
+        arguments: tuple[Any, ...] = (found.hidden, _before_casts(found.weight))
         options: dict[str, Any] = {} if self.scaling == CURRENT else {"scaling": self.scaling}
         if self.scaling == DELAYED:
             name = f"{self.histories}{module_path(node)}/{node.name}"
             # Layers that read one value share its scale.
-            known = (user for user in found.x.users if user.target is DELAYED_SCALE)
-            scale = next(known, None) or new_call(node, DELAYED_SCALE, found.x, E4M3, name)
+            known = (user for user in found.hidden.users if user.target is DELAYED_SCALE)
+            scale = next(known, None) or new_call(node, DELAYED_SCALE, found.hidden, E4M3, name)
             arguments = (*arguments, found.bias, scale)
             options["history"] = f"{name}/gradient"
         elif found.bias is not None:
             arguments = (*arguments, found.bias)
-        options |= {"turned": True} if found.turned else {}
+        options |= {"turned": True} if found.transposed else {}
         return new_call(node, FP8_LINEAR, *arguments, **options)
 
 

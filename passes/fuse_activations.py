@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import reduce
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -14,19 +14,27 @@ from passes.graph_pass import Pass
 from passes.graphs.edit import on_stored_values
 from passes.graphs.node_facts import ancestors, is_float, same_sizes
 from passes.graphs.op_kinds import is_cast, op_name
-from passes.patterns.formulas import Polynomial, Reader, T, Unknown, X
 from passes.rewrite_pattern import (
+    SAME,
     Found,
     NoMatch,
     call_before,
     check_named,
     check_only_read_by,
     check_unwritten,
+    constant,
     erase_inner,
     judged,
 )
 
 aten = torch.ops.aten
+
+_Polynomial: TypeAlias = Mapping[tuple[int, int], float]
+"""Coefficients by the power of x and the power of a second value, t: `0.5 x t` is `{(1, 1): 0.5}`."""
+
+_X: _Polynomial = {(1, 0): 1.0}
+_T: _Polynomial = {(0, 1): 1.0}
+_MOST_TERMS = 16
 
 _OPERATORS: Mapping[str, tuple[Any, Mapping[str, str]]] = {
     "gelu": (aten.gelu.default, {}),
@@ -42,12 +50,12 @@ _ACTIVATIONS: Mapping[str, tuple[str, Mapping[int, float]]] = {
 }
 """The polynomial in x that tanh or erf is taken of: coefficients by power of x."""
 
-_COMPLEMENT: Polynomial = {(0, 0): 1.0, (0, 1): -1.0}
-_BOUNDED: Mapping[str, tuple[str, float, Polynomial]] = {
-    "tanh": ("tanh", 1.0, T),
+_COMPLEMENT: _Polynomial = {(0, 0): 1.0, (0, 1): -1.0}
+_BOUNDED: Mapping[str, tuple[str, float, _Polynomial]] = {
+    "tanh": ("tanh", 1.0, _T),
     "sigmoid": ("tanh", 0.5, {(0, 0): 0.5, (0, 1): 0.5}),
-    "erf": ("erf", 1.0, T),
-    "special_erf": ("erf", 1.0, T),
+    "erf": ("erf", 1.0, _T),
+    "special_erf": ("erf", 1.0, _T),
     "erfc": ("erf", 1.0, _COMPLEMENT),
     "special_erfc": ("erf", 1.0, _COMPLEMENT),
 }
@@ -60,7 +68,7 @@ _MOST_STEPS = 16
 def find_activations(graph_module: GraphModule) -> tuple[Found, ...]:
     """Returns the formulas in an operator graph that look like GELU or SiLU, in the graph's order, each with the reason
     if `FuseActivations` cannot replace it."""
-    found = judged(_bounded_calls(graph_module.graph), partial(_match_activation, graph_module))
+    found = judged(_bounded_calls(graph_module.graph), _match_activation)
     return tuple(
         Found(bounded.name, reason, match.kind if match else "") for bounded, match, reason in found if match or reason
     )
@@ -94,9 +102,8 @@ class FuseActivations(Pass):
             check_named(self.activations, reasons, "it is in no formula that looks like GELU or SiLU", mend)
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        match_one = partial(_match_activation, graph_module)
         with on_stored_values(graph_module.graph):
-            for _, match, _ in judged(_bounded_calls(graph_module.graph), match_one, self.activations):
+            for _, match, _ in judged(_bounded_calls(graph_module.graph), _match_activation, self.activations):
                 if match is not None:
                     target, options = _OPERATORS[match.kind]
                     fused = call_before(min(match.results), match.inner[-1], target, match.value, **options)
@@ -104,6 +111,87 @@ class FuseActivations(Pass):
                         result.replace_all_uses_with(fused)
                     erase_inner({*match.inner, *match.results}, match.value)
         return graph_module
+
+
+class _Unknown(Exception):
+    """Raised where an argument or a call cannot be read as a polynomial of the nodes that a `_Reader` is given."""
+
+
+class _Reader:
+    """Called with a node, returns the polynomial by which its value is computed. Reading stops at the nodes in `given`,
+    which maps nodes to their polynomials."""
+
+    def __init__(self, given: Mapping[Node, _Polynomial]) -> None:
+        self.given = given
+        self.read: dict[Node, _Polynomial] = {}
+
+    @property
+    def inner(self) -> list[Node]:
+        """All nodes that this reader has read so far, in the graph's order, without constants and `given` nodes."""
+        return sorted(node for node, value in self.read.items() if not _is_constant(value))
+
+    def __call__(self, value: Any) -> _Polynomial:
+        """Returns the polynomial that a node or a number is. Raises `_Unknown` if it is none."""
+        if type(value) in (int, float):
+            return {(0, 0): float(value)} if value else {}
+        if not isinstance(value, Node):
+            raise _Unknown
+        if value in self.given:
+            return self.given[value]
+        if value not in self.read:
+            known = constant(value)
+            self.read[value] = self._call(value) if known is None else _cleaned({(0, 0): known})
+        return self.read[value]
+
+    def _call(self, node: Node) -> _Polynomial:
+        name, arguments = op_name(node), node.args
+        if name in SAME or (is_cast(node) and node.meta["val"].is_floating_point()):
+            return self(arguments[0])
+        if name in ("add", "sub", "rsub"):
+            one, other = (self(argument) for argument in arguments[:2])
+            alpha = self(node.kwargs.get("alpha", 1) if len(arguments) < 3 else arguments[2])
+            if name == "rsub":
+                one, other = other, one
+            sign: _Polynomial = {(0, 0): 1.0 if name == "add" else -1.0}
+            other = _product(_product(other, alpha), sign)
+            return _cleaned({powers: one.get(powers, 0.0) + other.get(powers, 0.0) for powers in {**one, **other}})
+        if name == "mul":
+            return _product(self(arguments[0]), self(arguments[1]))
+        if name == "div" and not node.kwargs:
+            divisor = self(arguments[1])
+            if not _is_constant(divisor) or not divisor:
+                raise _Unknown
+            return _product(self(arguments[0]), {(0, 0): 1 / divisor[0, 0]})
+        if name == "neg":
+            return _product(self(arguments[0]), {(0, 0): -1.0})
+        if name in ("square", "pow"):
+            return self._power(arguments[0], 2 if name == "square" else arguments[1])
+        raise _Unknown
+
+    def _power(self, base: Any, exponent: Any) -> _Polynomial:
+        read = self(exponent)
+        if not _is_constant(read) or read.get((0, 0)) not in (1, 2, 3, 4) or isinstance(base, (int, float)):
+            raise _Unknown
+        return reduce(_product, [self(base)] * int(read[0, 0]))
+
+
+def _is_constant(value: _Polynomial) -> bool:
+    return set(value) <= {(0, 0)}
+
+
+def _product(one: _Polynomial, other: _Polynomial) -> _Polynomial:
+    result: dict[tuple[int, int], float] = {}
+    for (x, t), factor in one.items():
+        for (more_x, more_t), more in other.items():
+            powers = x + more_x, t + more_t
+            result[powers] = result.get(powers, 0.0) + factor * more
+    if len(result) > _MOST_TERMS:
+        raise _Unknown
+    return _cleaned(result)
+
+
+def _cleaned(value: _Polynomial) -> _Polynomial:
+    return {powers: term for powers, term in value.items() if term}
 
 
 @dataclass(frozen=True)
@@ -140,10 +228,10 @@ def _bounded_calls(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if op_name(node) in _BOUNDED)
 
 
-def _match_activation(graph_module: GraphModule, bounded: Node) -> _Formula | None:
+def _match_activation(bounded: Node) -> _Formula | None:
     """Returns the activation that a tanh, erf or sigmoid is a part of; None if it is in no formula 0.5 x (1 + t).
     Raises `NoMatch`, with the reason, for such a formula that is neither GELU nor SiLU, or that cannot be replaced."""
-    formulas = list(_formulas(graph_module, bounded))
+    formulas = list(_formulas(bounded))
     if not formulas:
         return None
     formula = next((other for other in formulas if other.kind), formulas[0])
@@ -168,16 +256,16 @@ def _check(formula: _Formula) -> None:
         raise NoMatch("the calls to replace differ in memory layout")
 
 
-def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
+def _formulas(bounded: Node) -> Iterator[_Formula]:
     """Yields the formulas 0.5 x (1 + t) that the bounded value may be part of, for all choices of x."""
     function, factor, outer = _BOUNDED[op_name(bounded)]
     followers = _followers(bounded)
     # x is one of the values that the bounded one may be computed from, nearest first.
     for value in islice(filter(is_float, ancestors(bounded.all_input_nodes, is_float)), _MOST_STEPS):
-        argument = Reader(graph_module, {value: X})
+        argument = _Reader({value: _X})
         try:
             inside = argument(bounded.args[0])
-        except Unknown:
+        except _Unknown:
             continue
         powers = sorted(power for power, _ in inside)
         if not powers or powers[0] < 1:
@@ -186,18 +274,18 @@ def _formulas(graph_module: GraphModule, bounded: Node) -> Iterator[_Formula]:
         signed = {(x, t): term * sign**t for (x, t), term in outer.items()}
         by_power = {power: sign * factor * inside[power, 0] for power in powers}
         for result in followers:
-            reader = Reader(graph_module, {value: X, bounded: signed})
+            reader = _Reader({value: _X, bounded: signed})
             if _is_half_of_both(reader, result):
                 inner = sorted({*argument.inner, *reader.inner, bounded} - {result})
                 yield _Formula(function, by_power, value, (result,), tuple(inner))
 
 
-def _is_half_of_both(reader: Reader, result: Node) -> bool:
+def _is_half_of_both(reader: _Reader, result: Node) -> bool:
     """Returns whether `result` is 0.5 x + 0.5 x t, where `reader` writes a node as a polynomial in x and t: the
     coefficient by the powers of the two."""
     try:
         read = reader(result)
-    except Unknown:
+    except _Unknown:
         return False
     return read.keys() == {(1, 0), (1, 1)} and all(math.isclose(value, 0.5, rel_tol=1e-9) for value in read.values())
 

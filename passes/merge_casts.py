@@ -1,5 +1,4 @@
-"""Removes casts that change nothing, are undone or are repeated; moves casts to where there are fewer elements, and
-into sums."""
+"""Removes casts that change nothing, are undone or repeated; moves casts to fewer elements, and into sums."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -111,8 +110,7 @@ def _share(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> boo
 
 
 def _hoist(graph: Graph, casts: list[Node], written: frozenset[Hashable]) -> bool:
-    """Casts a value before calls that view or copy it rather than their results, if these have together at least as
-    many elements as the value."""
+    """Casts a value before calls that view or copy it rather than their results, if these have no fewer elements."""
     groups: dict[tuple[Node, torch.dtype], list[Node]] = {}
     for node, moved, dtype in _plain_casts(casts, written):
         source = _source(moved)

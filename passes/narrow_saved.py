@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,21 +23,23 @@ _TILE = "1x128"
 
 
 @dataclass(frozen=True)
-class CastSaved(Pass):
-    """Makes the backward of a joint graph read the named values rounded to `dtype`.
+class NarrowSaved(Pass):
+    """Makes the backward of a joint graph read the named values in fewer bits.
 
-    They are rounded where the forward makes them, and widened where the backward first reads them. If the forward makes
-    a rounded copy anyway, that copy is saved. Kernels that promote their operands to the wider dtype read the rounded
-    copy directly.
+    They are narrowed to `dtype` where the forward makes them, and widened where the backward first reads them. If the
+    forward makes such a copy anyway, that copy is saved. With a `dtype` of 16 bits, kernels that promote their operands
+    to the wider dtype read the narrow copy directly. With e4m3 there is a scale for each 128 values of a row.
 
     Before:
-        softmax: f32[8, 4] = aten._softmax(primals_1, -1, False)
-        _softmax_backward_data: f32[8, 4] = aten._softmax_backward_data(tangents_1, softmax, -1, f32)
-    After CastSaved(("softmax",), bf16):
-        softmax: f32[8, 4] = aten._softmax(primals_1, -1, False)
-        narrow: bf16[8, 4] = aten._to_copy(softmax, dtype=bf16)
-        wide: f32[8, 4] = aten._to_copy(narrow, dtype=f32)
-        _softmax_backward_data: f32[8, 4] = aten._softmax_backward_data(tangents_1, wide, -1, f32)
+        exp: f32[8, 256] = aten.exp(primals_1)
+        mul: f32[8, 256] = aten.mul.Tensor(tangents_1, exp)
+    After NarrowSaved(("exp",), f8_e4m3fn):
+        exp: f32[8, 256] = aten.exp(primals_1)
+        fp8_quantize: (f8_e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(exp, f8_e4m3fn, '1x128')
+        getitem: f8_e4m3fn[8, 256] = fp8_quantize[0]
+        getitem_1: f32[8, 2] = fp8_quantize[1]
+        fp8_dequantize: f32[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, f32)
+        mul: f32[8, 256] = aten.mul.Tensor(tangents_1, fp8_dequantize)
     """
 
     graph: ClassVar[GraphKind] = "joint"
@@ -47,31 +48,34 @@ class CastSaved(Pass):
     dtype: torch.dtype
 
     def __repr__(self) -> str:
-        return f"CastSaved({len(self.values)} values, {str(self.dtype).removeprefix('torch.')})"
+        return f"NarrowSaved({len(self.values)} values, {str(self.dtype).removeprefix('torch.')})"
 
     def rewrite(self, graph_module: GraphModule) -> GraphModule:
         graph = graph_module.graph
         backward = backward_nodes(graph)
         with on_stored_values(graph):
             for value in named_nodes(graph, self.values):
-                self._narrow(value, backward)
+                if self.dtype == E4M3:
+                    _check_rows(value)
+                readers = sorted(user for user in value.users if user in backward)
+                if readers and self.dtype == E4M3:
+                    _quantize(value, readers, backward)
+                elif readers:
+                    _cast(value, readers, backward, self.dtype)
         return graph_module
 
-    def _narrow(self, value: Node, backward: Collection[Node]) -> None:
-        readers = sorted(user for user in value.users if user in backward)
-        if not readers:
-            return
-        rounded = (user for user in value.users if user.target is _CAST and user.kwargs == {"dtype": self.dtype})
-        narrow = next((copy for copy in rounded if copy not in backward), None)
-        if narrow is None:
-            with value.graph.inserting_after(value):
-                narrow = new_call(value, _CAST, value, dtype=self.dtype, node_name="narrow")
-        for reader in [promoting for promoting in readers if _widens(promoting, value)]:
-            readers.remove(reader)
-            reader.replace_input_with(value, narrow)
-            _refresh_all(reader)
-        if not readers:
-            return
+
+def _cast(value: Node, readers: list[Node], backward: frozenset[Node], dtype: torch.dtype) -> None:
+    rounded = (user for user in value.users if user.target is _CAST and user.kwargs == {"dtype": dtype})
+    narrow = next((copy for copy in rounded if copy not in backward), None)
+    if narrow is None:
+        with value.graph.inserting_after(value):
+            narrow = new_call(value, _CAST, value, dtype=dtype, node_name="narrow")
+    for reader in [promoting for promoting in readers if _widens(promoting, value)]:
+        readers.remove(reader)
+        reader.replace_input_with(value, narrow)
+        _refresh_all(reader)
+    if readers:
         with value.graph.inserting_before(readers[0]):
             wide = new_call(readers[0], _CAST, narrow, dtype=value.meta["val"].dtype, node_name="wide")
         for reader in readers:
@@ -79,9 +83,8 @@ class CastSaved(Pass):
 
 
 def _widens(reader: Node, value: Node) -> bool:
-    """Returns whether a call gives the same result for the narrow value as for the widened one. That holds if it
-    promotes the value to the dtype of another operand, or if it is exact in any dtype and all its readers promote
-    it."""
+    """Returns whether a call gives the same result for the narrow value as for the widened one: if it promotes the
+    value to another operand's dtype, or if it is exact in any dtype and all its readers promote it."""
     if reader.op != "call_function" or reader.all_input_nodes.count(value) != 1:
         return False
     others = [source for source in reader.all_input_nodes if source is not value]
@@ -106,54 +109,15 @@ def _refresh_all(reader: Node) -> None:
             _refresh_all(user)
 
 
-@dataclass(frozen=True)
-class QuantizeSaved(Pass):
-    """Makes the backward of a joint graph read the named values from 8-bit copies, with a scale for each 128 values of
-    a row.
-
-    They are quantised where the forward makes them, and dequantised where the backward first reads them. If a layer of
-    the forward makes such an 8-bit copy anyway, that copy is saved.
-
-    Before:
-        silu: bf16[8, 256] = aten.silu(primals_1)
-        mul: bf16[8, 256] = aten.mul.Tensor(tangents_1, silu)
-    After QuantizeSaved(("silu",)):
-        silu: bf16[8, 256] = aten.silu(primals_1)
-        fp8_quantize: (f8_e4m3fn[8, 256], f32[8, 2]) = memopt.fp8_quantize(silu, f8_e4m3fn, '1x128')
-        getitem: f8_e4m3fn[8, 256] = fp8_quantize[0]
-        getitem_1: f32[8, 2] = fp8_quantize[1]
-        fp8_dequantize: bf16[8, 256] = memopt.fp8_dequantize(getitem, getitem_1, bf16)
-        mul: bf16[8, 256] = aten.mul.Tensor(tangents_1, fp8_dequantize)
-    """
-
-    graph: ClassVar[GraphKind] = "joint"
-
-    values: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return f"QuantizeSaved({len(self.values)} values)"
-
-    def rewrite(self, graph_module: GraphModule) -> GraphModule:
-        graph = graph_module.graph
-        backward = backward_nodes(graph)
-        with on_stored_values(graph):
-            for value in named_nodes(graph, self.values):
-                stored = value.meta["val"]
-                has_rows = isinstance(stored, torch.Tensor) and stored.dim() > 0 and stored.is_contiguous()
-                if value.op == "placeholder" or not has_rows:
-                    raise VerifyError(
-                        value.name,
-                        "this value is an input of the graph, or no contiguous tensor with dimensions",
-                        "name contiguous results of operators only",
-                    )
-                _quantize(value, backward)
-        return graph_module
+def _check_rows(value: Node) -> None:
+    stored = value.meta["val"]
+    has_rows = isinstance(stored, torch.Tensor) and stored.dim() > 0 and stored.is_contiguous()
+    if value.op == "placeholder" or not has_rows:
+        problem = "this value is an input of the graph, or no contiguous tensor with dimensions"
+        raise VerifyError(value.name, problem, "name contiguous results of operators only")
 
 
-def _quantize(value: Node, backward: frozenset[Node]) -> None:
-    readers = sorted(user for user in value.users if user in backward)
-    if not readers:
-        return
+def _quantize(value: Node, readers: list[Node], backward: frozenset[Node]) -> None:
     shape, dtype = value.meta["val"].shape, value.meta["val"].dtype
     narrow, scale = _existing_copy(value, backward) or _new_copy(value)
     with value.graph.inserting_before(readers[0]):

@@ -12,10 +12,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.compat import in_own_thread
 from passes.graph_pass import Pass
 from passes.graphs.aliases import storages_of
 from passes.graphs.edit import erase_unread, new_call, on_stored_values, replace_node
-from passes.graphs.node_facts import same_sizes
+from passes.graphs.node_facts import attribute_of, same_sizes
 from passes.graphs.op_kinds import is_cast, mutated_arguments, op_name
 from passes.graphs.verify import VerifyError
 
@@ -139,6 +140,35 @@ def check_unwritten(
         node = node.next
         if storages_of(mutated_arguments(node)) & held:
             raise NoMatch(f"{node.name} writes to {what}")
+
+
+SAME = frozenset({"alias", "clone", "contiguous", "lift_fresh_copy"})
+"""Calls whose result has the numbers of their argument."""
+_EXPONENTS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
+"""The power to which each of these calls raises a constant."""
+
+
+def constant(value: Any) -> float | None:
+    """Returns a number, given as a Python number or as a constant tensor of one element; None for anything else."""
+    if type(value) in (int, float):
+        return float(value)
+    if not isinstance(value, Node) or any(
+        value in mutated_arguments(user) and op_name(user) != "detach_" for user in value.users
+    ):
+        return None
+    name = op_name(value)
+    if value.op == "get_attr":
+        held = attribute_of(value)
+        known = isinstance(held, torch.Tensor) and held.numel() == 1 and not held.requires_grad
+        return float(in_own_thread(held.item)) if known and not hasattr(held, "fake_mode") else None
+    if name in ("full", "scalar_tensor") and value.meta["val"].dim() == 0:
+        return constant(value.args[-1])
+    if name in SAME | {"detach", "detach_", *_EXPONENTS} or is_cast(value):
+        number = constant(value.args[0])
+        if number is None or name not in _EXPONENTS:
+            return number
+        return float(number ** _EXPONENTS[name]) if number > 0 else None
+    return None
 
 
 def call_before(place: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:

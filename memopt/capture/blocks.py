@@ -22,7 +22,7 @@ from torch import fx
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.symbols import data_symbols_of
 from memopt.compat.tensors import is_wrapper, storage_key
-from passes.graphs.node_facts import argument_kind, sources_of, value_kind
+from passes.graphs.node_facts import argument_key, sources_of, value_kind
 
 FIRST, LAST = 3, 2
 """The numbers of blocks at the front and at the end of a run that are traced; those between them are left out.
@@ -226,7 +226,7 @@ def _calls_saved(stretch: tuple[int, int, int]) -> int:
 def node_kind(node: fx.Node, value: Any, module: fx.GraphModule) -> tuple[Hashable, ...]:
     """A key of a node in the graph of `module` with this value, equal for nodes that differ only in what they read."""
     target = constant_key(attrgetter(str(node.target))(module)) if node.op == "get_attr" else node.target
-    return node.op, target, argument_kind((node.args, node.kwargs)), value_kind(value)
+    return node.op, target, argument_key((node.args, node.kwargs), alike=True), value_kind(value)
 
 
 def constant_key(value: Any) -> Hashable:

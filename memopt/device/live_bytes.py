@@ -21,7 +21,7 @@ from memopt.compat.tensors import storages_of
 from memopt.device.op_call import OpCall, describe, tensors_in
 from memopt.solver.problem import BlockCall
 from passes.compat import replaced
-from passes.ops.linear_rows import IMPLEMENTATIONS
+from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
 
 
 class _Reporting:

@@ -83,7 +83,7 @@ def node_seconds(node: fx.Node, hardware: Hardware) -> float:
 def _misaligned(node: fx.Node) -> float:
     """The factor by which a matmul takes longer on a card if the rows of a 16-bit matrix are no multiple of 16 bytes:
     cuBLAS then uses kernels of older cards. 1 for any other node. Factors of 3.2 to 7 were measured for 50,257 columns
-    on an H100 (`passes.ops.chunked`)."""
+    on an H100 (`passes.ops.linear_rows`)."""
     if _name(node) not in _PRODUCTS:
         return 1.0
     matrices = [tensor for one in (node, *node.all_input_nodes) for tensor in tensors_of(one) if tensor.dim() > 1]

@@ -10,8 +10,8 @@ import torch
 
 from memopt.compat.operators import schema_of
 from memopt.device.op_call import OpCall, TensorSpec
-from passes.ops.chunked import chunk_rows
 from passes.ops.fp8_formats import E8M0
+from passes.ops.linear_rows import chunk_rows
 
 Rule = Callable[[OpCall], int]
 AnyRule = TypeVar("AnyRule", bound=Callable[..., int])

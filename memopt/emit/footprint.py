@@ -24,7 +24,7 @@ from memopt.device.op_call import describe, tensors_in
 from memopt.device.workspace import call_workspace_bytes, op_dry_run
 from memopt.planning.refit import Footprint
 from passes.graphs.node_facts import is_tangent
-from passes.ops.linear_rows import IMPLEMENTATIONS
+from passes.ops.linear_cross_entropy import IMPLEMENTATIONS
 from passes.ops.offload_ops import COPY_OUT
 
 

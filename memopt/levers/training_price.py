@@ -18,7 +18,6 @@ from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.levers.lever import OptimizerChange
 from memopt.optimizers.bf16_parameters import kept_wide
-from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import (
     OptimizerStepPrice,
     Stepping,
@@ -26,6 +25,7 @@ from memopt.optimizers.optimizer_step_price import (
     optimizer_step_price,
     prices_of_each,
 )
+from memopt.optimizers.parameterwise import PIECE_ELEMENTS
 
 
 @dataclass(frozen=True)

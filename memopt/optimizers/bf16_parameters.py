@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn, optim
 
-from memopt.optimizers.one_parameter import Slice
-from memopt.optimizers.parameterwise import Parameterwise, is_per_element
+from memopt.optimizers.parameterwise import Parameterwise, Slice, is_per_element
 
 _HALF = 0x8000
 
@@ -130,8 +129,7 @@ def kept_wide(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _narrow(parameter: nn.Parameter, wrapped: BF16ParametersOptimizer | None) -> None:
-    """Convert one parameter and its gradient to bfloat16; if `wrapped` is the optimizer that steps it, also convert the
-    parameter's state to float32."""
+    """Convert one parameter and its gradient to bfloat16, and its state in the optimizer `wrapped` to float32."""
     gradient, parameter.grad = parameter.grad, None
     parameter.data = parameter.data.to(torch.bfloat16)
     parameter.grad = None if gradient is None else gradient.to(torch.bfloat16)

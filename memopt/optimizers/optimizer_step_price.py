@@ -20,8 +20,7 @@ from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.device.op_call import tensors_in
 from memopt.device.time_model import op_seconds
-from memopt.optimizers.one_parameter import PIECE_ELEMENTS, is_dense
-from memopt.optimizers.parameterwise import Parameterwise, goes_in_pieces
+from memopt.optimizers.parameterwise import PIECE_ELEMENTS, Parameterwise, goes_in_pieces, is_dense
 
 Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a parameter; stepping parameters of the same kind costs the same."""

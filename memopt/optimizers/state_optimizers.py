@@ -17,8 +17,7 @@ from torch import optim
 
 from memopt.compat.host import HOST, is_on_host
 from memopt.optimizers.bf16_parameters import BF16ParametersOptimizer
-from memopt.optimizers.one_parameter import Slice, flat, is_dense
-from memopt.optimizers.parameterwise import Parameterwise, Span, State
+from memopt.optimizers.parameterwise import Parameterwise, Slice, Span, State, flat, is_dense
 
 BLOCK = 256
 _EXPONENTS = 7

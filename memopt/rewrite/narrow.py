@@ -19,12 +19,11 @@ from memopt.device.time_model import op_seconds
 from memopt.rewrite.policy import Rules
 from memopt.units import duration
 from passes import (
-    CastSaved,
     EliminateDeadCode,
     FoundLinear,
     Fp8Linears,
+    NarrowSaved,
     Pipeline,
-    QuantizeSaved,
     SumInFp32,
     find_fp8_linears,
 )
@@ -52,7 +51,7 @@ def narrowing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[str
 
     The graph's first `forward_outputs` outputs are those of the forward. `exact` holds the names of the operator
     graph's nodes whose dtype the author or the user has set."""
-    return Pipeline((SumInFp32(), CastSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
+    return Pipeline((SumInFp32(), NarrowSaved(narrowed(module.graph, forward_outputs, exact), torch.bfloat16)))
 
 
 def narrowed(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:
@@ -291,7 +290,7 @@ def quantizing(module: fx.GraphModule, forward_outputs: int, exact: frozenset[st
     """Returns the passes for the joint graph of a 16-bit region that save 16-bit activations in 8 bits, and fp32 ones
     in bf16 as `narrowing` does. The arguments are as in `narrowing`."""
     narrow = narrowing(module, forward_outputs, exact)
-    return Pipeline((*narrow, QuantizeSaved(quantized(module.graph, forward_outputs, exact))))
+    return Pipeline((*narrow, NarrowSaved(quantized(module.graph, forward_outputs, exact), E4M3)))
 
 
 def quantized(graph: fx.Graph, forward_outputs: int, exact: frozenset[str] = frozenset()) -> tuple[str, ...]:

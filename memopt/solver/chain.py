@@ -1,24 +1,24 @@
-"""Divides a step into a chain of blocks, the forward where few bytes cross and the backward to match; and fills a
-table, by compiled code, from which the fastest nested plan of the chain is read. In a nested plan, blocks that are
-recomputed may again save only some of their values, so that the others are recomputed once more.
-
-`cost[row(s, t), m]` is the least seconds added by the forwards and backwards of blocks s … t in `m` slots of memory (a
-slot is a fixed number of bytes), given the inputs of block s. If t is the last block, the forwards are first
-evaluations and add nothing; in all other rows they are recomputations.
-"""
+"""A step as a chain of blocks, the forward divided where few bytes cross and the backward to match; and the options for
+each block: which storages to save, and how its backward recomputes the others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from memopt.solver.arrays import Floats, Ints, IntTable
+from memopt.solver.arrays import Arrays, Ints, arrays_of, live_bytes, peak_bytes, to_array
 from memopt.solver.lower_bound import HeldBytes
-from memopt.solver.native import is_compiled, native, native_part
-from memopt.solver.problem import RematProblem
+from memopt.solver.min_cut import CutNetwork, just_in_time, lower_hull
+from memopt.solver.polish import polish
+from memopt.solver.problem import Op, RematProblem, Schedule, Storage
+from memopt.solver.repair import repair
+
+# The most cuts of one block's hull, and the caps for its repairs, below the peak of saving everything.
+_CUTS, _CAPS = 10, 4
+# The most options that are kept for one block.
+_MOST_OPTIONS = 12
 
 
 @dataclass(frozen=True)
@@ -154,146 +154,182 @@ def _extra_bytes(problem: RematProblem, leaving: list[list[int]], consumed: list
     return extra
 
 
-Table = npt.NDArray[np.float32]
+@dataclass(frozen=True)
+class Option:
+    """One way to run a block. Bytes are of workspaces and of storages that can be recomputed, without its inputs."""
+
+    forward: tuple[int, ...]
+    """Ops of the block's forward, in order."""
+    backward: tuple[int, ...]
+    """Ops of the block's backward in order, recomputed forward ops included."""
+    saved_bytes: int
+    """Bytes held from the block's forward to its backward, its outputs included."""
+    forward_bytes: int
+    """The peak of the block's forward."""
+    backward_bytes: int
+    """The peak of the block's backward, above the bytes that are held in any case (`Choices.base_bytes`)."""
+    seconds: float
+    """Seconds of the recomputations in the backward."""
+    again_seconds: float
+    """Seconds of the ops that recompute the saved storages and the block's outputs from its inputs."""
+    alone_seconds: float
+    """Seconds of the ops that recompute the saved storages only."""
+    alone_bytes: int
+    """The peak of a forward that recomputes the saved storages only."""
 
 
-class ChainCosts(NamedTuple):
-    """A chain in seconds and in slots, the unit of memory. Block s has options start[s] … start[s+1] - 1.
+@dataclass(frozen=True)
+class Choices:
+    """The options of one block, without those that another option equals or betters in every respect."""
 
-    Fields without a docstring hold, per option, the field of `block_options.Option` of that name.
-    """
-
-    start: Ints
-    saved: Ints
-    forward: Ints
-    backward: Ints
-    """Per option: the peak of the backward, with the slots that are held in any case."""
-    alone: Ints
-    seconds: Floats
-    again_seconds: Floats
-    alone_seconds: Floats
-    unsaved: Ints
-    """Per block: the peak of its forward when only its outputs are held."""
-    unsaved_seconds: Floats
-    """Per block: seconds of that forward."""
-    first_held: Ints
-    """Per block: slots held in any case during its first forward."""
-    again_held: Ints
-    """Per block t: slots held in any case just before its backward, when blocks up to t are recomputed."""
-    extra: IntTable
-    """[s, c]: slots of the storages that enter block c and do not enter block s."""
+    options: tuple[Option, ...]
+    unsaved_bytes: int
+    """The peak of the block's forward when only its outputs are held."""
+    unsaved_seconds: float
+    """Seconds of the ops that make the block's outputs from its inputs."""
+    base_bytes: int
+    """The least bytes that are held in any case at an op of the block's backward."""
 
 
-@native
-def row(s: int, t: int) -> int:
-    """The number of the table's row for blocks s … t."""
-    return t * (t + 1) // 2 + s
+def choices_of(problem: RematProblem, chain: Chain) -> list[Choices]:
+    """The options of every block of the chain; blocks with equal bytes and seconds are solved once."""
+    known: dict[tuple[RematProblem, tuple[int, ...]], tuple[list[Option], Option]] = {}
+    choices = []
+    for number in range(len(chain.blocks)):
+        local, held, ops, base_bytes = _local_problem(problem, chain, number)
+        if (local, held) not in known:
+            measure = _Measure(local, held)
+            leaves = measure.option(tuple(range(local.forward_ops)))
+            known[local, held] = _options(measure, few=len(known) > 24), leaves
+        options, leaves = known[local, held]
+        renamed = tuple(_renamed(option, ops) for option in options)
+        choices.append(Choices(renamed, leaves.forward_bytes, leaves.again_seconds, base_bytes))
+    return choices
 
 
-def _lower_in_a_loop(here: Table, first: Table, second: Table, seconds: np.float32) -> None:
-    """Set `here` to the minimum of itself and first + second + seconds, in place and elementwise."""
-    for m in range(here.size):
-        total = first[m] + second[m] + seconds
-        here[m] = total if total < here[m] else here[m]
+def _local_problem(
+    problem: RematProblem, chain: Chain, number: int
+) -> tuple[RematProblem, tuple[int, ...], list[int], int]:
+    """Block `number` as a problem of its own, equal for blocks with equal numbers. The last forward op stands for the
+    rest of the step: it reads the block's outputs. Also, per backward op, the bytes held in any case at it, above the
+    block's base bytes; for each op the index of the step's op, -1 for the one that stands for the rest of the step; and
+    the block's base bytes (`Choices.base_bytes`)."""
+    block, movable = chain.blocks[number], chain.held.movable
+    local: dict[int, int] = {}
+    ops: list[Op] = []
+    for index in block.forward:
+        op = problem.ops[index]
+        reads = tuple(sorted({local[s] for s in op.reads if s in local}))
+        fixed = sum(problem.storages[s].bytes for s in op.makes if not movable[s])
+        makes = tuple(local.setdefault(s, len(local)) for s in op.makes if movable[s])
+        ops.append(Op("", op.seconds, reads, makes, op.workspace_bytes + fixed, op.recomputable))
+    ops.append(Op("", 0.0, tuple(sorted(local[s] for s in chain.leaving[number])), (), 0, False))
+    base = min((int(chain.held.bytes[index]) for index in block.backward), default=0)
+    for index in block.backward:
+        reads = tuple(sorted({local[s] for s in problem.ops[index].reads if s in local}))
+        ops.append(Op("", 0.0, reads, (), int(chain.held.own_bytes[index]) - base, False))
+    storages = tuple(Storage("", problem.storages[s].bytes) for s in local)
+    held = tuple(int(chain.held.bytes[index]) - base for index in block.backward)
+    whole = RematProblem(tuple(ops), storages, len(block.forward) + 1)
+    return whole, held, [*block.forward, -1, *block.backward], base
 
 
-def _lower_at_once(here: Table, first: Table, second: Table, seconds: np.float32) -> None:
-    """The same as `_lower_in_a_loop`, as one array expression."""
-    np.minimum(here, first[: here.size] + second[: here.size] + seconds, out=here)
+class _Measure:
+    """Measures the bytes and seconds of schedules of one block, given as `_local_problem` returns it."""
 
+    def __init__(self, problem: RematProblem, held: tuple[int, ...]) -> None:
+        self.problem = problem
+        self.arrays: Arrays = arrays_of(problem)
+        self._held = np.array([*held, 0], np.int64)
 
-# In machine code the loop is four times as fast as the array expression; in plain Python it would be far too slow.
-_lower = native_part(_lower_in_a_loop) if is_compiled() else _lower_at_once
+    def option(self, forward: tuple[int, ...], backward: Ints | None = None) -> Option:
+        """The option with this forward and backward, given as op indices of the block's own problem.
 
-
-@native
-def fill(costs: ChainCosts, slots: int, cost: Table) -> None:
-    """Fill the table `cost`, whose rows have `slots` entries and must be infinite at first."""
-    blocks = costs.unsaved.size
-    nothing = np.zeros(slots, np.float32)
-    for t in range(blocks):
-        for s in range(t, -1, -1):
-            here = cost[row(s, t)]
-            for option in range(costs.start[s], costs.start[s + 1]):
-                needs, less, seconds = run_block(costs, s, t, option)
-                start = min(needs if s == t else max(needs, less), slots)
-                if s == t:
-                    _lower(here[start:], nothing[start:], nothing[start:], seconds)
-                else:
-                    _lower(here[start:], cost[row(s + 1, t), start - less :], nothing[start:], seconds)
-            needs = 0
-            seconds = np.float32(0.0)
-            for c in range(s + 1, t + 1):
-                needs, seconds = pass_block(costs, s, c, t, needs, seconds)
-                less = costs.extra[s, c]
-                start = min(max(needs, less), slots)
-                _lower(here[start:], cost[row(c, t), start - less :], cost[row(s, c - 1), start:], seconds)
-
-
-@native
-def choose(costs: ChainCosts, cost: Table, s: int, t: int, m: int) -> int:
-    """The choice that attains `cost[row(s, t), m]`.
-
-    It is c > s if blocks s … c-1 run first, saving nothing; -1 - i if block s runs by option i; and s if nothing fits.
-    """
-    best = np.float32(np.inf)
-    choice = s
-    for option in range(costs.start[s], costs.start[s + 1]):
-        needs, less, seconds = run_block(costs, s, t, option)
-        if m < needs or (s < t and m < less):
-            continue
-        total = seconds if s == t else seconds + cost[row(s + 1, t), m - less]
-        if total < best:
-            best = total
-            choice = -1 - option
-    needs = 0
-    seconds = np.float32(0.0)
-    for c in range(s + 1, t + 1):
-        needs, seconds = pass_block(costs, s, c, t, needs, seconds)
-        less = costs.extra[s, c]
-        if m >= max(needs, less):
-            total = seconds + cost[row(c, t), m - less] + cost[row(s, c - 1), m]
-            if total < best:
-                best = total
-                choice = c
-    return choice
-
-
-@native_part
-def run_block(costs: ChainCosts, s: int, t: int, option: int) -> tuple[int, int, np.float32]:
-    """The cost of running block s by an option in a plan for blocks s … t, where the backward of blocks s+1 … t comes
-    before that of block s. `option` is a number in the lists of `costs`. Returns the peak memory and what stays saved
-    for the backward of block s, both in slots, and the seconds."""
-    needs = costs.backward[option]
-    if t == costs.unsaved.size - 1:
-        return (
-            max(needs, costs.forward[option] + costs.first_held[s]),
-            costs.saved[option],
-            np.float32(costs.seconds[option]),
+        Without a backward, only the block's outputs are held after the forward.
+        """
+        first = self.problem.forward_ops
+        after = np.zeros(0, np.int64) if backward is None else backward
+        whole = np.concatenate((np.array(forward, np.int64), after))
+        live = live_bytes(self.arrays, whole)
+        saved = self._read_before_made(after.tolist())
+        following = np.searchsorted(np.flatnonzero(after >= first), np.arange(after.size))
+        held = self._held[following] * (after < first)
+        again = self._ancestors({*saved, *self.problem.ops[first - 1].reads})
+        alone = self._ancestors(saved)
+        alone_evaluations = np.array([op for op in forward if op in alone], np.int64)
+        alone_live = live_bytes(self.arrays, np.concatenate((alone_evaluations, after)))[: alone_evaluations.size]
+        seconds = self.arrays.seconds
+        return Option(
+            forward=forward[:-1],
+            backward=tuple(after.tolist()),
+            saved_bytes=int(live[len(forward) - 1]),
+            forward_bytes=int(live[: len(forward)].max(initial=0)),
+            backward_bytes=int((live[len(forward) :] + held).max(initial=0)),
+            seconds=float(seconds[after].sum()),
+            again_seconds=float(sum(seconds[op] for op in sorted(again))),
+            alone_seconds=float(sum(seconds[op] for op in sorted(alone))),
+            alone_bytes=int(alone_live.max(initial=0)),
         )
-    if s == t:
-        return (
-            max(needs, costs.alone[option] + costs.again_held[t]),
-            0,
-            np.float32(costs.seconds[option] + costs.alone_seconds[option]),
-        )
-    return (
-        max(needs, costs.forward[option] + costs.again_held[t]),
-        costs.saved[option],
-        np.float32(costs.seconds[option] + costs.again_seconds[option]),
-    )
+
+    def _read_before_made(self, backward: list[int]) -> set[int]:
+        """The storages that the backward reads before it recomputes them: the saved ones."""
+        made: set[int] = set()
+        saved: set[int] = set()
+        for op in backward:
+            saved.update(s for s in self.problem.ops[op].reads if s not in made)
+            made.update(self.problem.ops[op].makes)
+        return saved
+
+    def _ancestors(self, wanted: Iterable[int]) -> set[int]:
+        """The ops that make the storages from the block's inputs."""
+        pending, ops = list(wanted), set[int]()
+        while pending:
+            op = self.problem.producer[pending.pop()]
+            if op not in ops:
+                ops.add(op)
+                pending += self.problem.ops[op].reads
+        return ops
 
 
-@native_part
-def pass_block(costs: ChainCosts, s: int, c: int, t: int, needs: int, seconds: np.float32) -> tuple[int, np.float32]:
-    """The slots and seconds that it takes to run blocks s … c-1 without saving anything, in a plan for blocks s … t.
+def _options(measure: _Measure, few: bool) -> list[Option]:
+    """The options of one block, from cuts and repairs of it; fewer of both are tried if `few`."""
+    problem, arrays = measure.problem, measure.arrays
+    cuts = lower_hull(CutNetwork(problem), _CUTS // 2 if few else _CUTS)
+    plans = [to_array(just_in_time(problem, cut.saved)) for cut in cuts]
+    plans = [polish(arrays, plan, peak_bytes(arrays, plan)) for plan in plans]
+    save_all = to_array(Schedule.save_all(problem))
+    plans.append(save_all)
+    most, least = peak_bytes(arrays, save_all), min(peak_bytes(arrays, plan) for plan in plans)
+    for share in np.linspace(0.9, 0.0, 2 if few else _CAPS):
+        for seed in (plans[0], save_all):
+            repaired, _ = repair(arrays, seed, int(least + share * (most - least) * 0.9), 1.0, 0.5)
+            if repaired is not None:
+                plans.append(repaired)
+    options = []
+    for plan in plans:
+        cut = 1 + int(np.flatnonzero(plan == problem.forward_ops - 1)[0])
+        options.append(measure.option(tuple(plan[:cut].tolist()), plan[cut:]))
+    return _best(options)
 
-    `needs` and `seconds` are the slots and seconds of running blocks s … c-2: what this returns for c-1; 0 for none.
-    """
-    block = c - 1
-    held = costs.first_held[block] if t == costs.unsaved.size - 1 else costs.again_held[t]
-    entering = costs.extra[s, block] if block > s else 0
-    needs = max(needs, entering + costs.unsaved[block] + held)
-    if t < costs.unsaved.size - 1:
-        seconds += np.float32(costs.unsaved_seconds[block])
-    return needs, seconds
+
+def _best(options: list[Option]) -> list[Option]:
+    """The options that no other beats in bytes and seconds, by rising saved bytes; at most `_MOST_OPTIONS`."""
+    best: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.saved_bytes, o.seconds, o.backward_bytes, o.forward_bytes)):
+        if not any(
+            other.seconds <= option.seconds + 1e-12
+            and other.backward_bytes <= option.backward_bytes
+            and other.forward_bytes <= option.forward_bytes
+            and other.alone_bytes <= option.alone_bytes
+            for other in best
+        ):
+            best.append(option)
+    if len(best) > _MOST_OPTIONS:
+        best = [best[round(i)] for i in np.linspace(0, len(best) - 1, _MOST_OPTIONS)]
+    return best
+
+
+def _renamed(option: Option, ops: list[int]) -> Option:
+    """The option with its ops replaced by `ops[op]`, the op of the whole step."""
+    forward = tuple(ops[op] for op in option.forward if ops[op] >= 0)
+    return replace(option, forward=forward, backward=tuple(ops[op] for op in option.backward))

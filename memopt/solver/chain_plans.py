@@ -8,6 +8,10 @@ With `Opt(s, t, m)` the least seconds to run blocks s … t forwards and backwar
 as in rotor (Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, equation 1), with several options
 for a block as in Rockmate (Zhao et al., 2023). The table ignores reads across blocks and rounds bytes to slots, so a
 plan's true peak may pass its cap: a plan is a seed for repair and polish.
+
+A table has `cost[row(s, t), m]`, for `m` slots of memory (a slot is a fixed number of bytes), and is filled by compiled
+code. If t is the last block, the forwards are first evaluations and add nothing; in all other rows they are
+recomputations.
 """
 
 from __future__ import annotations
@@ -15,14 +19,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from memopt.solver.arrays import Arrays, Ints, arrays_of, peak_bytes, remove_dead
-from memopt.solver.block_options import Choices, Option, choices_of
-from memopt.solver.chain import Chain, ChainCosts, Table, chain_of, choose, fill, row
+from memopt.solver.arrays import Arrays, Floats, Ints, IntTable, arrays_of, peak_bytes, remove_dead
+from memopt.solver.chain import Chain, Choices, Option, chain_of, choices_of
+from memopt.solver.native import is_compiled, native, native_part
 from memopt.solver.problem import RematProblem
 
+Table = npt.NDArray[np.float32]
 # Plans are made for these multiples of the budget.
 _SHARES = (1.0, 1.06, 1.15, 1.3)
 # The most slots of memory in a table.
@@ -30,6 +37,148 @@ _SLOTS = 2000
 # The most work of filling a table, blocks^3 / 6 times (slots + overhead): a third of a second.
 _WORK, _OVERHEAD = 4e8, 50
 _MOST_BLOCKS = 512
+
+
+class _ChainCosts(NamedTuple):
+    """A chain in seconds and in slots, the unit of memory. Block s has options start[s] … start[s+1] - 1.
+
+    Fields without a docstring hold, per option, the field of `chain.Option` of that name.
+    """
+
+    start: Ints
+    saved: Ints
+    forward: Ints
+    backward: Ints
+    """Per option: the peak of the backward, with the slots that are held in any case."""
+    alone: Ints
+    seconds: Floats
+    again_seconds: Floats
+    alone_seconds: Floats
+    unsaved: Ints
+    """Per block: the peak of its forward when only its outputs are held."""
+    unsaved_seconds: Floats
+    """Per block: seconds of that forward."""
+    first_held: Ints
+    """Per block: slots held in any case during its first forward."""
+    again_held: Ints
+    """Per block t: slots held in any case just before its backward, when blocks up to t are recomputed."""
+    extra: IntTable
+    """[s, c]: slots of the storages that enter block c and do not enter block s."""
+
+
+@native
+def row(s: int, t: int) -> int:
+    """The number of the table's row for blocks s … t."""
+    return t * (t + 1) // 2 + s
+
+
+def _lower_in_a_loop(here: Table, first: Table, second: Table, seconds: np.float32) -> None:
+    """Set `here` to the minimum of itself and first + second + seconds, in place and elementwise."""
+    for m in range(here.size):
+        total = first[m] + second[m] + seconds
+        here[m] = total if total < here[m] else here[m]
+
+
+def _lower_at_once(here: Table, first: Table, second: Table, seconds: np.float32) -> None:
+    """The same as `_lower_in_a_loop`, as one array expression."""
+    np.minimum(here, first[: here.size] + second[: here.size] + seconds, out=here)
+
+
+# In machine code the loop is four times as fast as the array expression; in plain Python it would be far too slow.
+_lower = native_part(_lower_in_a_loop) if is_compiled() else _lower_at_once
+
+
+@native
+def fill(costs: _ChainCosts, slots: int, cost: Table) -> None:
+    """Fill the table `cost`, whose rows have `slots` entries and must be infinite at first."""
+    blocks = costs.unsaved.size
+    nothing = np.zeros(slots, np.float32)
+    for t in range(blocks):
+        for s in range(t, -1, -1):
+            here = cost[row(s, t)]
+            for option in range(costs.start[s], costs.start[s + 1]):
+                needs, less, seconds = run_block(costs, s, t, option)
+                start = min(needs if s == t else max(needs, less), slots)
+                if s == t:
+                    _lower(here[start:], nothing[start:], nothing[start:], seconds)
+                else:
+                    _lower(here[start:], cost[row(s + 1, t), start - less :], nothing[start:], seconds)
+            needs = 0
+            seconds = np.float32(0.0)
+            for c in range(s + 1, t + 1):
+                needs, seconds = pass_block(costs, s, c, t, needs, seconds)
+                less = costs.extra[s, c]
+                start = min(max(needs, less), slots)
+                _lower(here[start:], cost[row(c, t), start - less :], cost[row(s, c - 1), start:], seconds)
+
+
+@native
+def choose(costs: _ChainCosts, cost: Table, s: int, t: int, m: int) -> int:
+    """The choice that attains `cost[row(s, t), m]`.
+
+    It is c > s if blocks s … c-1 run first, saving nothing; -1 - i if block s runs by option i; and s if nothing fits.
+    """
+    best = np.float32(np.inf)
+    choice = s
+    for option in range(costs.start[s], costs.start[s + 1]):
+        needs, less, seconds = run_block(costs, s, t, option)
+        if m < needs or (s < t and m < less):
+            continue
+        total = seconds if s == t else seconds + cost[row(s + 1, t), m - less]
+        if total < best:
+            best = total
+            choice = -1 - option
+    needs = 0
+    seconds = np.float32(0.0)
+    for c in range(s + 1, t + 1):
+        needs, seconds = pass_block(costs, s, c, t, needs, seconds)
+        less = costs.extra[s, c]
+        if m >= max(needs, less):
+            total = seconds + cost[row(c, t), m - less] + cost[row(s, c - 1), m]
+            if total < best:
+                best = total
+                choice = c
+    return choice
+
+
+@native_part
+def run_block(costs: _ChainCosts, s: int, t: int, option: int) -> tuple[int, int, np.float32]:
+    """The cost of running block s by an option in a plan for blocks s … t, where the backward of blocks s+1 … t comes
+    before that of block s. `option` is a number in the lists of `costs`. Returns the peak memory and what stays saved
+    for the backward of block s, both in slots, and the seconds."""
+    needs = costs.backward[option]
+    if t == costs.unsaved.size - 1:
+        return (
+            max(needs, costs.forward[option] + costs.first_held[s]),
+            costs.saved[option],
+            np.float32(costs.seconds[option]),
+        )
+    if s == t:
+        return (
+            max(needs, costs.alone[option] + costs.again_held[t]),
+            0,
+            np.float32(costs.seconds[option] + costs.alone_seconds[option]),
+        )
+    return (
+        max(needs, costs.forward[option] + costs.again_held[t]),
+        costs.saved[option],
+        np.float32(costs.seconds[option] + costs.again_seconds[option]),
+    )
+
+
+@native_part
+def pass_block(costs: _ChainCosts, s: int, c: int, t: int, needs: int, seconds: np.float32) -> tuple[int, np.float32]:
+    """The slots and seconds that it takes to run blocks s … c-1 without saving anything, in a plan for blocks s … t.
+
+    `needs` and `seconds` are the slots and seconds of running blocks s … c-2: what this returns for c-1; 0 for none.
+    """
+    block = c - 1
+    held = costs.first_held[block] if t == costs.unsaved.size - 1 else costs.again_held[t]
+    entering = costs.extra[s, block] if block > s else 0
+    needs = max(needs, entering + costs.unsaved[block] + held)
+    if t < costs.unsaved.size - 1:
+        seconds += np.float32(costs.unsaved_seconds[block])
+    return needs, seconds
 
 
 class NestedChain:
@@ -144,7 +293,7 @@ class _ChainTable:
         return [op for op in ops if t == self._last or self._arrays.repeatable[op]]
 
 
-def _in_slots(chain: Chain, choices: list[Choices], slot_bytes: int) -> ChainCosts:
+def _in_slots(chain: Chain, choices: list[Choices], slot_bytes: int) -> _ChainCosts:
     """The chain's bytes in slots, rounded to the nearest so that errors cancel out over many blocks."""
 
     def slots(values: list[int] | Ints) -> Ints:
@@ -152,7 +301,7 @@ def _in_slots(chain: Chain, choices: list[Choices], slot_bytes: int) -> ChainCos
 
     options = [option for choice in choices for option in choice.options]
     bases = [choice.base_bytes for choice in choices for _ in choice.options]
-    return ChainCosts(
+    return _ChainCosts(
         start=np.cumsum([0, *(len(choice.options) for choice in choices)]),
         saved=slots([option.saved_bytes for option in options]),
         forward=slots([option.forward_bytes for option in options]),

@@ -54,8 +54,7 @@ class HeldBytes:
 
     @cached_property
     def own_bytes(self) -> Ints:
-        """Per op, the sum of the bytes of held storages, of the op's workspace, and of those storages it makes that are
-        not `movable`."""
+        """Per op: bytes of held storages, of its workspace, and of those storages it makes that are not `movable`."""
         beside = [
             op.workspace_bytes + sum(int(self._size[s]) for s in op.makes if not self.movable[s])
             for op in self._problem.ops

@@ -190,8 +190,7 @@ def slope(left: Cut, right: Cut) -> float:
 
 
 def between(network: CutNetwork, left: Cut, right: Cut) -> Cut | None:
-    """A vertex of the lower hull between the cuts `left` and `right`, below the line through them; None if there is
-    none."""
+    """A vertex of the lower hull between two cuts, below the line through them; None if there is none."""
     if right.saved_bytes <= left.saved_bytes or left.recompute_seconds <= right.recompute_seconds:
         return None
     price = slope(left, right)

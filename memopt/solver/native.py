@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The modules whose source decides what the kernels compute.
 KERNEL_MODULES = (
-    "arrays", "chain", "links", "max_flow", "offload_place", "offload_search", "polish", "repair", "replay",
+    "arrays", "chain_plans", "links", "max_flow", "offload_place", "offload_search", "polish", "repair", "replay",
 )  # fmt: skip
 
 
@@ -125,17 +125,17 @@ def extension() -> Any:
 
     library.export("fingerprint", "int64()")(fingerprint_then)
     for kernel in entries():
-        library.export(entry_name(kernel), signature(kernel))(kernel)
+        library.export(entry_name(kernel.py_func), signature(kernel.py_func))(kernel.py_func)
     built = library.distutils_extension(depends=[str(source) for source in kernel_sources()])
     built.optional = True
     return built
 
 
-def entries() -> list[Callable[..., Any]]:
-    """The kernels that Python calls, that is those decorated with `native`, as plain Python functions."""
+def entries() -> list[Any]:
+    """The kernels that Python calls, that is those decorated with `native`, as numba has wrapped them."""
     modules = [importlib.import_module(f"memopt.solver.{name}") for name in KERNEL_MODULES]
     values = (value for module in modules for value in vars(module).values() if hasattr(value, "targetoptions"))
-    return [value.py_func for value in dict.fromkeys(values) if "no_cpython_wrapper" not in value.targetoptions]
+    return [value for value in dict.fromkeys(values) if "no_cpython_wrapper" not in value.targetoptions]
 
 
 def signature(kernel: Callable[..., Any]) -> tuple[Any, ...]:

@@ -65,6 +65,7 @@ class OffloadPortfolio:
         self._problem = problem
         self._portfolio = portfolio or Portfolio(problem)
         self._arrays = arrays_of(problem)
+        self._is_small = len(problem.ops) <= _SMALL_OPS
         self._bound = self._portfolio.bound
         if problem.home_bytes:  # they may be off the device at any time, so only a bound without their bytes holds
             there = (replace(storage, bytes=0) if storage.home else storage for storage in problem.storages)
@@ -101,7 +102,7 @@ class OffloadPortfolio:
         if plain is not None and not self._problem.home_bytes:  # `plain` never copies storages at home to the device
             nothing = np.zeros((0, 5), np.int64)
             search.offer(OffloadCandidate(plain.method, to_array(plain.schedule), nothing, plain.added_seconds))
-        for name, schedule in self._portfolio.users.at(budget_bytes):
+        for name, schedule in self._portfolio.users_schedules(budget_bytes):
             if schedule.offloads:
                 self._offer_proposed(search, name, schedule)
         if link.bytes_per_second > 0 and not search.done:
@@ -114,8 +115,7 @@ class OffloadPortfolio:
         return self._judged(search.best, budget_bytes, link, bound)
 
     def smallest(self, link: Link) -> OffloadSolution:
-        """The schedule with the smallest peak found; with enough room on the host, its peak is that of `floor_of` with
-        offloads."""
+        """The schedule with the smallest peak found: with enough room on the host, that of `floor_of` with offloads."""
         self._portfolio.build_on_smallest()
         return self.solve(self._smallest_peak(link), link, "fast")
 
@@ -192,11 +192,6 @@ class OffloadPortfolio:
         for plan in others:
             search.consider(f"{plan.method}, offloaded", plan.evaluations)
         return goes_on or search.best is not before
-
-    @property
-    def _is_small(self) -> bool:
-        """Whether the problem has few enough ops for the portfolio to solve it at many budgets."""
-        return len(self._problem.ops) <= _SMALL_OPS
 
     @cached_property
     def _network(self) -> CutNetwork:

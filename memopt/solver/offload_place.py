@@ -104,7 +104,6 @@ class Placer:
 
     def __init__(self, arrays: Arrays, evaluations: Ints) -> None:
         self._arrays = arrays
-        self._evaluations = evaluations
         self._live = live_bytes(arrays, evaluations)
         self._time = np.concatenate([[0.0], np.cumsum(arrays.seconds[evaluations])])
         self._gaps = _gaps_of(arrays, evaluations)

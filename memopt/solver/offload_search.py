@@ -18,7 +18,7 @@ from memopt.solver.search import SAVE_ALL_POWERS, root_of
 
 
 def stalled_seconds(arrays: Arrays, evaluations: Ints, offloads: IntTable, transfer_seconds: Floats) -> float:
-    """Seconds for which compute waits for transfers, as `TimeLine.stall_seconds` counts them.
+    """Seconds for which compute waits for transfers, as `Simulation.stall_seconds` counts them.
 
     The rows of `offloads` are as `Placer.place` returns them; `transfer_seconds` are per storage and direction.
     """

@@ -12,9 +12,9 @@ from memopt.solver.arrays import Ints, arrays_of, to_array, to_schedule
 from memopt.solver.chain_plans import NestedChain
 from memopt.solver.lower_bound import LowerBound, floor_bytes, floor_of
 from memopt.solver.min_cut import CutNetwork, just_in_time, lower_hull
-from memopt.solver.native import is_compiled, ready_made
-from memopt.solver.problem import Op, RematProblem, Schedule, Storage
-from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, UserSolvers, recipes
+from memopt.solver.native import entries, is_compiled, ready_made, signature
+from memopt.solver.problem import RematProblem, Schedule
+from memopt.solver.protocol import Baseline, Effort, Infeasible, Solution, Solver, check_solver, proposals, recipes
 from memopt.solver.search import (
     NEAREST_POWERS,
     NEXT_POWERS,
@@ -58,7 +58,10 @@ class Portfolio:
         self.bound = LowerBound(problem)
         """A lower bound on the seconds that any schedule within a budget adds."""
         self._nested_chain = NestedChain(problem)
-        self.users = UserSolvers(problem, solvers)
+        for solver in solvers:
+            check_solver(solver)
+        self._solvers = tuple(solvers)
+        self._proposals: tuple[int, list[tuple[str, Schedule]]] | None = None
         self._explored = _EXPLORED_SMALL if len(problem.ops) < _SMALL_OPS else _EXPLORED
         self._found: list[Candidate] = []
         self._found_with_users: list[Candidate] = []
@@ -93,7 +96,7 @@ class Portfolio:
                 self._improve(search, known, bound)
         if search.best is None:
             search.offer(self._own_smallest)
-        if self.users.solvers:
+        if self._solvers:
             self._found += [] if search.best is None else [search.best]
             self._add_users_plans(search, quickly=effort == "fast")
         if search.best is None:
@@ -101,7 +104,7 @@ class Portfolio:
         if effort == "best":
             seeds = [self._baselines[0], *sorted(known, key=lambda plan: abs(plan.peak_bytes - budget_bytes))[:8]]
             search_on(search, seeds, bound, limit_seconds, report)
-        (self._found_with_users if self.users.solvers else self._found).append(search.best)
+        (self._found_with_users if self._solvers else self._found).append(search.best)
         return self._judged(search.best, budget_bytes, bound)
 
     def smallest(self) -> Solution:
@@ -170,9 +173,17 @@ class Portfolio:
                 search.repair(save_all, (rule,))
         search.explore(save_all, [*above[:3], *fitting[:2], *nested], self._explored)
 
+    def users_schedules(self, budget_bytes: int) -> list[tuple[str, Schedule]]:
+        """The schedules that the user's solvers propose at a budget, each with its solver's name, in the order of the
+        solvers. Those of the last budget are cached. Raises `SolverError` as `protocol.proposals` does."""
+        if self._proposals is None or self._proposals[0] != budget_bytes:
+            found = ((one.name, proposals(one, self._problem, budget_bytes)) for one in self._solvers)
+            self._proposals = budget_bytes, [(name, plan) for name, plans in found for plan in plans]
+        return self._proposals[1]
+
     def _users_plans(self, budget_bytes: int) -> list[Candidate]:
         """The plans without offloads that a user's solvers propose."""
-        return [self._candidate(name, plan) for name, plan in self.users.at(budget_bytes) if not plan.offloads]
+        return [self._candidate(name, plan) for name, plan in self.users_schedules(budget_bytes) if not plan.offloads]
 
     def _add_users_plans(self, search: Search, quickly: bool) -> None:
         """Offer the users' plans and earlier solutions found with them, and improve those nearest to the cap."""
@@ -194,8 +205,7 @@ class Portfolio:
 
     @cached_property
     def _smallest(self) -> Candidate:
-        """The plan with the smallest peak: that of the built-in solvers, or one that a user's solvers propose for the
-        floor as budget."""
+        """The plan with the smallest peak, also of those that a user's solvers propose for the floor as budget."""
         proposed = self._users_plans(floor_bytes(self._problem))
         return min([self._own_smallest, *proposed], key=lambda plan: plan.peak_bytes)
 
@@ -262,8 +272,8 @@ def _first_fit(search: Search, seeds: list[Candidate]) -> Candidate | None:
 
 @cache
 def warm_up() -> None:
-    """Compile the kernels that `Portfolio` calls, by solving a small chain. Does nothing if they were compiled when
-    memopt was installed (the extension of `native`).
+    """Compile the solvers' kernels. Does nothing if they were compiled when memopt was installed (the extension of
+    `native`).
 
     Warns if neither that extension nor numba is installed, so that the kernels run as plain Python.
 
@@ -276,21 +286,6 @@ def warm_up() -> None:
             "pip install 'memopt[numba]'",
             stacklevel=2,
         )
-    if ready_made() is not None or not is_compiled():
-        return
-    portfolio = Portfolio(_chain(blocks=8))
-    most = max(baseline.peak_bytes for baseline in portfolio.baselines())
-    least = portfolio.smallest().peak_bytes
-    portfolio.solve((most + 2 * least) // 3)
-
-
-def _chain(blocks: int) -> RematProblem:
-    """A chain of blocks of two forward ops; each storage is read by the next op and by its own op's backward."""
-    depth = 2 * blocks
-    forward = [Op(f"f{n}", 1.0, (n - 1,) if n else (), (n,), block=n // 2) for n in range(depth)]
-    backward = [
-        Op(f"b{n}", 2.0, (n,) if n == depth - 1 else (n, depth + (depth - 2 - n)), (2 * depth - 1 - n,))
-        for n in reversed(range(depth))
-    ]
-    storages = [Storage(f"s{n}", 3 if n % 2 else 1) for n in range(depth)] + [Storage("g", 1)] * depth
-    return RematProblem(tuple(forward + backward), tuple(storages), depth)
+    elif ready_made() is None:
+        for kernel in entries():
+            kernel.compile(signature(kernel.py_func))

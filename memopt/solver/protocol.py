@@ -6,7 +6,7 @@ Here, too: the usual recipes of activation checkpointing, each with one schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import isqrt
@@ -91,54 +91,33 @@ class Solver(Protocol):
         ...
 
 
-class UserSolvers:
-    """Calls a user's solvers on one problem. Raises `SolverError` if one does not follow the protocol."""
+def check_solver(solver: object) -> None:
+    """Raises `SolverError` for anything but a solver."""
+    if isinstance(solver, type):
+        raise SolverError(f"{solver.__name__} is a class, not a solver: give an instance, {solver.__name__}()")
+    if not isinstance(solver, Solver) or not callable(solver.candidates):
+        raise SolverError(f"{solver!r} is not a solver: it needs a `name` and `candidates(problem, budget_bytes)`")
+    if not isinstance(solver.name, str) or not solver.name or "," in solver.name:
+        raise SolverError(f"a solver's name is a non-empty string without commas, not {solver.name!r}")
 
-    def __init__(self, problem: RematProblem, solvers: Sequence[Solver]) -> None:
-        for solver in solvers:
-            if isinstance(solver, type):
-                raise SolverError(f"{solver.__name__} is a class, not a solver: give an instance, {solver.__name__}()")
-            if not isinstance(solver, Solver) or not callable(solver.candidates):
-                raise SolverError(
-                    f"{solver!r} is not a solver: it needs a `name` and `candidates(problem, budget_bytes)`"
-                )
-            if not isinstance(solver.name, str) or not solver.name or "," in solver.name:
-                raise SolverError(f"a solver's name is a non-empty string without commas, not {solver.name!r}")
-        self.solvers = tuple(solvers)
-        self._problem = problem
-        self._last: tuple[int, list[tuple[str, Schedule]]] | None = None
 
-    def at(self, budget_bytes: int) -> list[tuple[str, Schedule]]:
-        """All proposals at a budget, as pairs (solver's name, schedule), in the order of the solvers; only the first
-        `MOST_CANDIDATES` of each.
-
-        The last budget's proposals are cached. Raises `SolverError`, with the solver's name, if a solver raises or
-        proposes anything but valid schedules.
-        """
-        if self._last is None or self._last[0] != budget_bytes:
-            pairs = [(solver.name, plan) for solver in self.solvers for plan in self._proposed(solver, budget_bytes)]
-            self._last = (budget_bytes, pairs)
-        return self._last[1]
-
-    def _proposed(self, solver: Solver, budget_bytes: int) -> Iterator[Schedule]:
+def proposals(solver: Solver, problem: RematProblem, budget_bytes: int) -> Iterator[Schedule]:
+    """The first `MOST_CANDIDATES` schedules that a solver proposes. Raises `SolverError`, with the solver's name, if it
+    raises or proposes anything but valid schedules."""
+    try:
+        candidates = list(islice(solver.candidates(problem, budget_bytes), MOST_CANDIDATES))
+    except Exception as error:
+        raise SolverError(f"solver {solver.name!r} raised {type(error).__name__}: {error}") from error
+    for schedule in candidates:
+        if not isinstance(schedule, Schedule):
+            kind = type(schedule).__name__
+            raise SolverError(f"solver {solver.name!r} proposed a value of type {kind}, not a memopt.solver.Schedule")
         try:
-            candidates = list(islice(solver.candidates(self._problem, budget_bytes), MOST_CANDIDATES))
+            plain = Schedule(tuple(map(int, schedule.evaluations)), tuple(schedule.offloads))
+            plain.check(problem)
         except Exception as error:
-            raise SolverError(f"solver {solver.name!r} raised {type(error).__name__}: {error}") from error
-        for schedule in candidates:
-            if not isinstance(schedule, Schedule):
-                kind = type(schedule).__name__
-                raise SolverError(
-                    f"solver {solver.name!r} proposed a value of type {kind}, not a memopt.solver.Schedule"
-                )
-            try:
-                plain = Schedule(tuple(map(int, schedule.evaluations)), tuple(schedule.offloads))
-                plain.check(self._problem)
-            except Exception as error:
-                raise SolverError(
-                    f"solver {solver.name!r} proposed an invalid schedule of the problem: {error}"
-                ) from error
-            yield plain
+            raise SolverError(f"solver {solver.name!r} proposed an invalid schedule of the problem: {error}") from error
+        yield plain
 
 
 def recipes(problem: RematProblem) -> dict[str, Schedule]:

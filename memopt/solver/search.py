@@ -36,8 +36,7 @@ class Candidate:
 
 
 def candidate(arrays: Arrays, method: str, evaluations: Ints) -> Candidate:
-    """A `Candidate` for the schedule `evaluations` (indices of ops), found by `method`; computes peak and added
-    seconds."""
+    """A `Candidate` for the schedule `evaluations` (indices of ops), found by `method`, with its peak and seconds."""
     return Candidate(method, evaluations, peak_bytes(arrays, evaluations), added_seconds(arrays, evaluations))
 
 
@@ -64,8 +63,7 @@ class Search:
         return self.best is not None and self.best.added_seconds <= self._enough_seconds
 
     def offer(self, plan: Candidate | None) -> bool:
-        """Make `plan` the best if it fits the cap and is faster than the best so far; returns whether it has become the
-        best."""
+        """Make `plan` the best if it fits the cap and is faster than the best so far; returns whether it was."""
         if plan is None or plan.peak_bytes > self.cap_bytes:
             return False
         if self.best is not None and plan.added_seconds >= self.best.added_seconds:

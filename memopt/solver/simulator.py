@@ -21,7 +21,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class TimeLine:
+class _TimeLine:
     """When each evaluation and each transfer of a schedule runs, in seconds from its start."""
 
     starts: tuple[float, ...]
@@ -34,7 +34,7 @@ class TimeLine:
     """Seconds for which compute waits for transfers; infinite if it waits for a link without bandwidth."""
 
 
-def time_line(problem: RematProblem, schedule: Schedule, link: Link) -> TimeLine:
+def time_line(problem: RematProblem, schedule: Schedule, link: Link) -> _TimeLine:
     """The times of all evaluations and transfers of a schedule.
 
     Before an evaluation, compute waits for the copies out whose memory is freed there (`Offload.freed_before`), then
@@ -75,7 +75,7 @@ def time_line(problem: RematProblem, schedule: Schedule, link: Link) -> TimeLine
             begins = max(out_free, now)
             out_free = begins + seconds[i]
             out[i] = begins, out_free
-    return TimeLine(tuple(starts), tuple(out), tuple(back), stalls)
+    return _TimeLine(tuple(starts), tuple(out), tuple(back), stalls)
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ def simulate(problem: RematProblem, schedule: Schedule, link: Link | None = None
 
 
 def lifetimes(problem: RematProblem, evaluations: tuple[int, ...], offloads: tuple[Offload, ...]) -> list[list[int]]:
-    """Every version of every storage (see `simulate`) as [storage, position of its making, last position where it is
-    live]."""
+    """Every version of every storage (see `simulate`) as [storage, position of its making, last live position]."""
     versions: list[list[int]] = []
     latest: dict[int, list[int]] = {}
     outward = by_position((offload.out_after, offload) for offload in offloads)

@@ -49,8 +49,7 @@ _SILENT_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten._
 
 
 def storages(node: Node) -> frozenset[Hashable]:
-    """Returns a key for each storage behind the fake tensors in `node.meta["val"]`; two nodes that have a key in common
-    are views of the same memory."""
+    """Returns a key for each storage behind the fake tensors in `node.meta["val"]`; equal keys mean the same memory."""
     return frozenset(
         StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
         for value in tensors(node.meta.get("val"))
@@ -98,16 +97,13 @@ class _Block:
 
 @dataclass
 class Aliases:
-    """The blocks of memory of a graph, numbered from 0 in the order of their making, and which nodes' values they
-    hold."""
+    """The blocks of memory of a graph, numbered in the order of their making, and which nodes' values they hold."""
 
     graph: Graph
     blocks: list[_Block] = field(default_factory=list)
     of: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     """Per node: the number of the block of each tensor that it returns; by `find_cautious_aliases`, of all blocks that
     these may lie in."""
-    views: set[Node] = field(default_factory=set)
-    """The nodes that make no memory, since their results lie in that of another node."""
     written_over: set[int] = field(default_factory=set)
     """The blocks in which a call writes its result over an operand (see `find_aliases`)."""
 
@@ -175,17 +171,13 @@ def find_aliases(
             found.of[node] = _element(found, node)
         elif node.target is COPY_OUT:  # its result is the host's memory
             found.of[node] = ()
-            continue
         elif node.name in written_over:
             found.of[node] = found.of[named[written_over[node.name]]]
             found.written_over.update(found.of[node])
-            continue
         elif isinstance(viewed, Node):
             found.of[node] = found.of.get(viewed, ())[:1] * max(1, len(list(results_of(node))))
         else:
             found.of[node] = found._make(node)
-            continue
-        found.views.add(node)
     return found
 
 

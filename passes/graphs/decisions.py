@@ -236,8 +236,7 @@ def _is_exact(node: Node) -> bool:
 
 
 def _casts_exactly(node: Node) -> bool:
-    """Returns whether a cast of an exact value rounds nothing, or rounds a random draw, which no kernel keeps with more
-    bits."""
+    """Returns whether a cast of an exact value rounds nothing, or a random draw, which no kernel keeps in more bits."""
     source = node.all_input_nodes[0]
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
     if before == after or before == torch.bool or is_random(source) or _name(source) == "inductor_random":

@@ -7,7 +7,6 @@ that was edited is generated only when it is called or read.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from passes.compat import enable_python_dispatcher
-from passes.graphs.node_facts import binds_new_symbols, is_pure, tensors
+from passes.graphs.node_facts import attribute_of, binds_new_symbols, is_pure, tensors
 
 
 def on_stored_values(graph: Graph) -> contextlib.AbstractContextManager[None]:
@@ -64,7 +63,7 @@ def result_of(node: Node, instead: Mapping[Node, Any] = MappingProxyType({})) ->
         first = node.all_input_nodes[0]
         return _retyped(node.meta["val"], next(tensors(instead.get(first, first.meta["val"]))).dtype)
     args, kwargs = map_arg(
-        (node.args, node.kwargs), lambda source: instead[source] if source in instead else _of(source)
+        (node.args, node.kwargs), lambda source: instead[source] if source in instead else stored_value(source)
     )
     target: Any = node.target
     return target(*args, **kwargs)
@@ -74,10 +73,9 @@ def _is_known(node: Node) -> bool:
     return "val" in node.meta or node.op == "get_attr"
 
 
-def _of(node: Node) -> Any:
-    """Returns a node's stored value; or what a `get_attr` without one names, such as a subgraph that a higher-order
-    operator runs."""
-    return node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(node.graph.owning_module)
+def stored_value(node: Node) -> Any:
+    """Returns a node's stored value, or what a `get_attr` without one names."""
+    return node.meta["val"] if "val" in node.meta else attribute_of(node)
 
 
 def restride(changes: Mapping[Node, Any]) -> bool:
@@ -150,8 +148,7 @@ def replace_node(node: Node, by: Node) -> None:
 
 
 def erase_unread(nodes: Iterable[Node], erasable: Callable[[Node], bool] = is_pure) -> None:
-    """Erases those of the nodes that nothing reads and that are `erasable`, by default pure; and then their inputs that
-    have become so."""
+    """Erases those of the nodes that nothing reads and that are `erasable`, and then inputs that have become so."""
     pending = list(dict.fromkeys(nodes))
     erased: set[Node] = set()
     while pending:

@@ -66,6 +66,11 @@ def named_dims(given: Any, count: int) -> tuple[int, ...]:
     return tuple(dim % count for dim in (given if isinstance(given, (list, tuple)) else (given,)))
 
 
+def attribute_of(node: Node) -> Any:
+    """Returns what a `get_attr` names: a constant tensor, or a subgraph that a higher-order operator runs."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
 def graph_results(graph: Graph) -> tuple[Any, ...]:
     """Returns what a graph returns, in order: nodes, and values that are not nodes, such as numbers."""
     results: Any = graph.output_node().args[0]
@@ -152,29 +157,31 @@ def has_floats(node: Node) -> bool:
 
 
 def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Returns whether two shapes, strides or other sequences of sizes are known to be equal, whatever values their
-    symbols have."""
+    """Returns whether two shapes, or other sequences of sizes, are known to be equal for all values of symbols."""
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
-def argument_key(argument: Any) -> Hashable:
+def argument_key(argument: Any, *, alike: bool = False) -> Hashable:
     """Returns a hashable key for a node's argument: equal keys mean the same value of the same type.
 
     The key holds types, since `1 == 1.0 == True` in Python, and an operator's result type depends on which it is.
-    Symbolic sizes and tensors are compared by identity."""
+    Symbolic sizes and tensors are compared by identity. With `alike`, all nodes have the same key, and so have symbolic
+    sizes with the same expression."""
     if isinstance(argument, Node):
-        return (Node, argument.name)
+        return Node if alike else (Node, argument.name)
     if argument is None or isinstance(argument, (int, str)):
         return (type(argument), argument)
     if isinstance(argument, (tuple, list)):
-        return (list, *map(argument_key, argument))
+        return (list, *(argument_key(element, alike=alike) for element in argument))
     if isinstance(argument, dict):
-        return (dict, *((name, argument_key(argument[name])) for name in sorted(argument)))
+        return (dict, *((name, argument_key(argument[name], alike=alike)) for name in sorted(argument)))
     if isinstance(argument, slice):
-        return (slice, *(argument_key(bound) for bound in (argument.start, argument.stop, argument.step)))
+        return slice, argument_key((argument.start, argument.stop, argument.step), alike=alike)
     if isinstance(argument, (float, complex)):
         return (type(argument), repr(argument))  # 0.0 == -0.0
     if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return (type(argument), str(argument))
+    if alike and isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return (type(argument), str(argument))
     return (type(argument), id(argument))
 
@@ -199,26 +206,10 @@ def ancestors(nodes: Iterable[Node], follow: Callable[[Node], bool] = lambda nod
             pending += fresh
 
 
-def argument_kind(argument: Any) -> Hashable:
-    """Returns a hashable key for a node's argument as `argument_key` does, but the same for all nodes, and the same for
-    all symbolic sizes with the same expression."""
-    if isinstance(argument, fx.Node):
-        return fx.Node
-    if isinstance(argument, (tuple, list)):
-        return tuple(map(argument_kind, argument))
-    if isinstance(argument, dict):
-        return tuple((name, argument_kind(argument[name])) for name in sorted(argument))
-    if isinstance(argument, slice):
-        return slice, argument_kind((argument.start, argument.stop, argument.step))
-    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return type(argument), str(argument)
-    return argument_key(argument)
-
-
 def value_kind(value: Any) -> Hashable:
     """A key for a node's `meta["val"]`: equal for strided tensors of equal type, dtype, device, `requires_grad`, shape,
     strides and storage offset. Other tensors are compared by identity, tuples and lists by their elements, and all else
-    by `argument_kind`."""
+    as arguments that are `alike`."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return value.layout, id(value)
@@ -227,7 +218,7 @@ def value_kind(value: Any) -> Hashable:
         return type(value), value.dtype, str(value.device), value.requires_grad, numbers
     if isinstance(value, (tuple, list)):
         return tuple(map(value_kind, value))
-    return argument_kind(value)
+    return argument_key(value, alike=True)
 
 
 def module_path(node: fx.Node) -> str:

@@ -168,8 +168,7 @@ def mutated_arguments(node: Node) -> tuple[Node, ...]:
 
 
 def fills_with(node: Node) -> tuple[tuple[int | str, float], ...]:
-    """Returns the numbers with which a call may fill its result, as pairs (position or keyword of the argument,
-    number)."""
+    """Returns the numbers with which a call may fill its result, each after its argument's position or keyword."""
     if op_name(node) not in _FILLS:
         return ()
     places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]

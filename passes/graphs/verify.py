@@ -5,7 +5,6 @@ arguments, one node at a time, and the result is compared with the stored one. C
 and no inputs, and finds the faulty node itself.
 """
 
-import operator
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from passes.compat import depends_on_data, free_unbacked_symbols, statically_known_true
-from passes.graphs.edit import propagating
+from passes.graphs.edit import propagating, stored_value
 from passes.graphs.graph_text import format_dtype, format_value
-from passes.graphs.node_facts import OPERATOR_OVERLOAD, argument_key, argument_kind, sources_of, tensors, value_kind
+from passes.graphs.node_facts import OPERATOR_OVERLOAD, argument_key, attribute_of, sources_of, tensors, value_kind
 from passes.graphs.op_kinds import OF_OUT
 
 _MISSING = object()
@@ -58,7 +57,7 @@ def verify(graph_module: GraphModule, *, before: GraphModule | None = None) -> N
         for node in suspects:
             kind = _kind(node)
             if kind is None or kind not in checked:
-                _check_node(graph_module, node)
+                _check_node(node)
                 checked.add(kind)
 
 
@@ -73,7 +72,7 @@ def _kind(node: Node) -> Hashable | None:
     if not all(map(_is_fake, found)):
         return None
     kinds = tuple(map(value_kind, values)), value_kind(node.meta.get("val"))
-    return node.target, argument_kind((node.args, node.kwargs)), kinds
+    return node.target, argument_key((node.args, node.kwargs), alike=True), kinds
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
@@ -165,11 +164,11 @@ def _fake_mode(graph: Graph) -> Any:
     return mode
 
 
-def _check_node(graph_module: GraphModule, node: Node) -> None:
+def _check_node(node: Node) -> None:
     if node.op in ("placeholder", "output"):
         return
     try:
-        actual = _run(graph_module, node)
+        actual = _run(node)
     except VerifyError:
         raise
     except Exception as error:
@@ -184,21 +183,14 @@ def _check_node(graph_module: GraphModule, node: Node) -> None:
         raise VerifyError(node.name, difference, 'set meta["val"] to what the operator returns')
 
 
-def _run(graph_module: GraphModule, node: Node) -> Any:
-    def held(attribute: Node) -> Any:
-        return operator.attrgetter(str(attribute.target))(graph_module)
-
+def _run(node: Node) -> Any:
     if node.op == "get_attr":
         # Subgraphs of higher-order operators are held as attributes too, and have no value of their own.
-        return held(node) if isinstance(held(node), torch.Tensor) else node.meta.get("val")
-
-    def value(argument: Node) -> Any:
-        stored = argument.meta.get("val", _MISSING)
-        return held(argument) if stored is _MISSING and argument.op == "get_attr" else stored
-
+        held = attribute_of(node)
+        return held if isinstance(held, torch.Tensor) else node.meta.get("val")
     if node.op == "call_module":
         raise VerifyError(node.name, "it calls a module", "trace through the module, so that the graph calls operators")
-    args, kwargs = map_arg((node.args, node.kwargs), value)
+    args, kwargs = map_arg((node.args, node.kwargs), stored_value)
     if isinstance(node.target, OPERATOR_OVERLOAD) and node.is_impure(impure_random=False):
         # An in-place operator may change its argument's sizes: give it a view of the stored value.
         args, kwargs = map_aggregate(

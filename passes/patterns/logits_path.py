@@ -40,27 +40,6 @@ class _Formula:
     bias: Node | None = None
     normalised: bool = False
 
-    def above(self, node: Node) -> "_Formula":
-        """Returns the formula of the call `node` followed by this formula. Raises `NoMatch` if
-        `memopt::linear_cross_entropy` cannot compute that."""
-        name = op_name(node).removesuffix("_")
-        factor = _factor(node)
-        if name == "log_softmax":
-            if replace(self, normalised=False) != _Formula():
-                raise NoMatch("the log probabilities are changed before the loss reads them")
-            return _Formula(normalised=True)
-        if factor is None and name not in ("tanh", "add"):
-            return self
-        if self.bias is not None:
-            raise NoMatch(f"a bias is added to the logits after {node.name}")
-        if factor is not None:
-            return replace(self, scale=self.scale * factor)
-        if name == "add" and (terms := _sum(node)) is not None:
-            return replace(self, bias=terms[1])
-        if self.softcap:
-            raise NoMatch("the logits go through tanh twice")
-        return replace(self, scale=1.0, softcap=self.scale)
-
 
 @dataclass(frozen=True)
 class Path:
@@ -71,10 +50,6 @@ class Path:
     returned: bool
     """Whether the graph returns one of them, or its detached value."""
     formula: _Formula
-
-    @property
-    def top(self) -> Node:
-        return self.nodes[0].node
 
 
 def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
@@ -89,31 +64,44 @@ def walk_up(value: Node, class_dim: int, reader: Node) -> Path:
     while True:
         returned |= _is_returned(value, reader)
         steps.append(LogitsStep(value, class_dim))
-        above = _source(value, class_dim)
+        above = _step(value, class_dim, formula)
         if above is None:
             return Path(tuple(reversed(steps)), returned, formula)
-        formula = formula.above(value)
-        reader, (value, class_dim) = value, above
+        reader, (value, class_dim, formula) = value, above
 
 
-def _source(node: Node, class_dim: int) -> tuple[Node, int] | None:
-    """Returns the input of a step, and the dimension of the classes in it; None where the call is no step. Raises
-    `NoMatch` for one that splits or picks classes."""
+def _step(node: Node, class_dim: int, formula: _Formula) -> tuple[Node, int, _Formula] | None:
+    """Returns the input of a call, the dimension of the classes in it, and the formula of the call followed by
+    `formula`; None where the call is no step between a layer and a loss. Raises `NoMatch` where it splits or picks
+    classes, or `memopt::linear_cross_entropy` cannot compute the formula."""
     name = op_name(node).removesuffix("_")
     source: Any = node.args[0] if node.args else None
     if not isinstance(source, Node):
         return None
-    if name == "add":
-        terms = _sum(node)
-        return None if terms is None else (terms[0], class_dim)
+    factor, terms = _factor(node), _sum(node) if name == "add" else None
+    if name == "add" and terms is None:
+        return None
     if name == "log_softmax":
         dim: Any = node.args[1]
         if dim % node.meta["val"].dim() != class_dim:
             raise NoMatch("the log_softmax is not over the classes")
-        return source, class_dim
-    if name in _SAME or name == "tanh" or _factor(node) is not None or _is_float_cast(node):
-        return source, class_dim
-    return row_move(node, class_dim)
+        if replace(formula, normalised=False) != _Formula():
+            raise NoMatch("the log probabilities are changed before the loss reads them")
+        return source, class_dim, _Formula(normalised=True)
+    if (factor is not None or name in ("add", "tanh")) and formula.bias is not None:
+        raise NoMatch(f"a bias is added to the logits after {node.name}")
+    if factor is not None:
+        return source, class_dim, replace(formula, scale=formula.scale * factor)
+    if terms is not None:
+        return terms[0], class_dim, replace(formula, bias=terms[1])
+    if name == "tanh":
+        if formula.softcap:
+            raise NoMatch("the logits go through tanh twice")
+        return source, class_dim, replace(formula, scale=1.0, softcap=formula.scale)
+    if name in _SAME or _is_float_cast(node):
+        return source, class_dim, formula
+    moved = row_move(node, class_dim)
+    return None if moved is None else (*moved, formula)
 
 
 def row_move(node: Node, class_dim: int) -> tuple[Node, int] | None:
@@ -170,8 +158,7 @@ def moved(step: LogitsStep, source: Node, width: int) -> Node:
 
 
 def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node:
-    """Returns a value as [rows, width], by new calls with the metadata of `like`. `class_dim` is the dimension of size
-    `width`, None for the last."""
+    """Returns a value as [rows, width], by new calls like `like`. `class_dim` has the size `width`; None: the last."""
     dims = source.meta["val"].dim()
     if class_dim is not None and class_dim != dims - 1:
         source = new_call(like, torch.ops.aten.movedim.int, source, class_dim, -1)
@@ -179,8 +166,7 @@ def as_rows(source: Node, class_dim: int | None, width: int, like: Node) -> Node
 
 
 def other_size_readers(node: Node, class_dim: int) -> list[Node]:
-    """Replaces the calls that read the size of a value in the dimension `class_dim` by that size, and returns the calls
-    that read its other sizes."""
+    """Replaces calls that read a value's size in the dimension `class_dim` by it; returns those that read others."""
     value, others = node.meta["val"], list[Node]()
     for reader in [user for user in node.users if op_name(user) == "sym_size"]:
         dim: Any = reader.args[1]

@@ -25,8 +25,7 @@ _SPLITS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "unsa
 
 def roll_loops(graph: Graph) -> list[Node]:
     """Replaces each unrolled loop over rows of logits, whose results `stack` or `cat` joins along dimension 0, by one
-    computation for all rows. Returns the calls that took the place of the loops' bodies. To be called within
-    `on_stored_values`."""
+    computation for all rows. Returns the calls of these. To be called within `on_stored_values`."""
     made: list[Node] = []
     for node in ends_of_loops(graph):
         given: Any = node.args[0]

@@ -138,7 +138,7 @@ def match_loss(loss: Node) -> LossMatch:
         raise NoMatch("ignore_index is a symbol")
     class_dim = min(1, value.meta["val"].dim() - 1)
     path = walk_up(value, class_dim, loss)
-    linear = match_linear(path.top)
+    linear = match_linear(path.nodes[0].node)
     smoothing = float(given.get("label_smoothing", 0.0))
     match = LossMatch(loss, linear, path, target, given["weight"], FINISHES[reduction], ignore_index, smoothing)
     if op_name(loss) != "cross_entropy_loss" and not path.formula.normalised:
@@ -155,7 +155,7 @@ def _match_picked(loss: Node, picked: _Picked) -> LossMatch:
             raise NoMatch(f"{node.name} is read by {', '.join(user.name for user in node.users)}, not the loss alone")
         node = node.args[0]
     path = walk_up(value, value.meta["val"].dim() - 1, picked.pick)
-    linear = match_linear(path.top)
+    linear = match_linear(path.nodes[0].node)
     negated, from_end = not picked.negative, op_name(picked.pick) == "index"
     return _checked(LossMatch(loss, linear, path, picked.target, None, picked.reduction, _NONE, 0.0, negated, from_end))
 

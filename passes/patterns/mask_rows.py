@@ -7,15 +7,14 @@ the number of keys is lost to rounding: the gradients of that row are too large 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from passes.compat import in_own_thread
-from passes.graphs.node_facts import ancestors, is_pure
+from passes.graphs.node_facts import ancestors, attribute_of, is_pure
 from passes.graphs.op_kinds import is_cast, is_view, op_name
 
 MASKS_BELOW = -1e4
@@ -39,8 +38,7 @@ class _Rows:
 class MaskRows:
     """Answers, with a cache, whether attention masks of one graph may mask every score of a query."""
 
-    def __init__(self, graph_module: GraphModule) -> None:
-        self.module = graph_module
+    def __init__(self) -> None:
         self.masking: dict[Node, int | None] = {}
 
     def masking_terms(self, mask: Node) -> int | None:
@@ -95,15 +93,15 @@ class MaskRows:
             if source.op == "placeholder" or not is_pure(source):
                 return None
             found.append(source)
-        return in_own_thread(_evaluate, self.module, sorted(found))
+        return in_own_thread(_evaluate, sorted(found))
 
 
-def _evaluate(module: GraphModule, order: list[Node]) -> _Rows | None:
+def _evaluate(order: list[Node]) -> _Rows | None:
     values: dict[Node, Any] = {}
     try:
         with torch.no_grad():
             for node in order:
-                values[node] = _run(module, node, values)
+                values[node] = _run(node, values)
             value = values[order[-1]]
             masked = value if value.dtype == torch.bool else value <= MASKS_BELOW
             whole, empty = (bool(rows.all(-1).any()) for rows in (masked, ~masked))
@@ -112,9 +110,9 @@ def _evaluate(module: GraphModule, order: list[Node]) -> _Rows | None:
         return None
 
 
-def _run(module: GraphModule, node: Node, values: Mapping[Node, Any]) -> Any:
+def _run(node: Node, values: Mapping[Node, Any]) -> Any:
     if node.op == "get_attr":
-        return attrgetter(str(node.target))(module).cpu()
+        return attribute_of(node).cpu()
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
     target: Any = node.target

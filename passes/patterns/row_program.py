@@ -36,19 +36,6 @@ class RowOperand:
     for each row."""
 
 
-@dataclass(frozen=True)
-class RowResult:
-    """A result of a `RowRegion`, and how it is made from the value that the program returns for it."""
-
-    node: Node
-    value: Node
-    """The value with classes that it is computed from."""
-    finish: str = ""
-    """How the result is made from the program's: "" only reshapes it; "again" makes the node's own call on it, with a
-    class dimension of size 1; "sum" and "mean" reduce it over the rows; "targets" is the mean over the targets that
-    are not ignored."""
-
-
 @dataclass
 class RowProgram:
     """A program that `memopt::linear_rows` runs for one chunk of rows of logits after another, to compute results of a
@@ -59,7 +46,10 @@ class RowProgram:
     """The linear layers; `node` is that of the layer."""
     rows: list[RowOperand] = field(default_factory=list)
     whole: list[RowOperand] = field(default_factory=list)
-    results: list[RowResult] = field(default_factory=list)
+    results: dict[Node, str] = field(default_factory=dict)
+    """Per result of the region: how it is made from the program's. "" only reshapes that; "again" makes the node's own
+    call on it, with a class dimension of size 1; "sum" and "mean" reduce it over the rows; "targets" is the mean over
+    the targets that are not ignored."""
     returned: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
     """By the expression of each line, the name of its value."""
@@ -93,9 +83,7 @@ class RowProgram:
     def add(self, node: Node) -> None:
         """Adds lines that compute `node`, a result of the `RowRegion`, to the program. Raises `NoMatch` if one of the
         calls that compute it cannot be written in a program."""
-        value = self.region.results[node]
-        expression, finish = self._result(node, value, ())
-        self.results.append(RowResult(node, value, finish))
+        expression, self.results[node] = self._result(node, self.region.results[node], ())
         self.returned.append(self._line(expression))
 
     def _line(self, expression: str) -> str:
@@ -171,7 +159,7 @@ class RowProgram:
         return column if op_name(inner) == "gather" else self._line(f"aten.unsqueeze.default({column}, -1)")
 
     def _result(self, node: Node, value: Node, steps: tuple[LogitsStep, ...]) -> tuple[str, str]:
-        """Returns the expression of a result, after calls that move its rows, and its `RowResult.finish`."""
+        """Returns the expression of a result, after calls that move its rows, and its entry in `results`."""
         name, given = op_name(node), arguments_of(node)
         if name in TOKEN_LOSSES:
             return self._token_loss(value, name, given)
@@ -262,7 +250,7 @@ def programs(region: RowRegion) -> list[RowProgram]:
 
 def place_of(program: RowProgram) -> Node:
     """Returns the node before which a program is inserted: the first of its results in the graph."""
-    return min(result.node for result in program.results)
+    return min(program.results)
 
 
 def late_operands(program: RowProgram) -> list[Node]:

@@ -51,10 +51,6 @@ class RowRegion:
         return node, steps
 
 
-class NoLayer(NoMatch):
-    """Raised where the classes of a value are not the outputs of a linear layer."""
-
-
 def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
     """Yields the calls of `log_softmax` and `logsumexp` from which a loss may be computed, if their input is logits.
 
@@ -66,34 +62,37 @@ def row_seeds(graph: Graph, taken: Collection[Node]) -> Iterator[Node]:
             yield node
 
 
-def row_region_of(seed: Node) -> RowRegion:
-    """Returns the `RowRegion` around `seed`, a call such as `log_softmax` of logits.
-
-    Raises `NoLayer` if the classes are not the outputs of a linear layer. Raises `NoMatch` if anything else reads one
-    of the values with classes, or if one is written over and read later through an alias."""
+def layer_of(seed: Node) -> tuple[Node, int]:
+    """Returns the linear layer whose logits a call such as `log_softmax`, `seed`, reads, and the dimension of the
+    classes there. Raises `NoMatch` if there is none."""
     value: Any = seed.args[0]
     last = value.meta["val"].dim() - 1
     class_dim = min(1, last) if op_name(seed) in TOKEN_LOSSES else last
     if op_name(seed) in ("log_softmax", "logsumexp"):
         dims: Any = arguments_of(seed)["dim"]
         class_dim = (dims[0] if isinstance(dims, (list, tuple)) else dims) % (last + 1)
+    return _layer_above(value, class_dim)
+
+
+def row_region_of(layer: Node, class_dim: int) -> RowRegion:
+    """Returns the `RowRegion` around a layer that `layer_of` returned. Raises `NoMatch` if anything else reads one of
+    the values with classes, or if one is written over and read later through an alias."""
     region = RowRegion()
-    _grow(region, *_layer_above(value, class_dim))
+    _grow(region, layer, class_dim)
     _absorb(region)
     _check_writes(region)
     return region
 
 
 def _layer_above(value: Node, class_dim: int) -> tuple[Node, int]:
-    """Returns the linear layer that a value with classes is computed from, and the dimension of the classes there.
-    Raises `NoLayer` if there is none."""
+    """As `layer_of`, for a value with classes in the dimension `class_dim`."""
     while op_name(value) not in LAYERS:
         above = next(_with_classes(value, class_dim), None)
         if above is None:
-            raise NoLayer(f"the logits come from {op_name(value) or value.name}, not from a linear layer")
+            raise NoMatch(f"the logits come from {op_name(value) or value.name}, not from a linear layer")
         value, class_dim = above
     if class_dim != value.meta["val"].dim() - 1:
-        raise NoLayer(f"the classes of the loss are not the last dimension of the logits {value.name}")
+        raise NoMatch(f"the classes of the loss are not the last dimension of the logits {value.name}")
     return value, class_dim
 
 
@@ -110,8 +109,7 @@ def _layer(node: Node) -> Linear:
 
 
 def _with_classes(node: Node, class_dim: int) -> Any:
-    """Yields the inputs of a call whose classes become those of its result, in dimension `class_dim`, each with the
-    dimension that they have there."""
+    """Yields the inputs whose classes become those of a call's result, in `class_dim`, each with their dimension."""
     for source in node.all_input_nodes:
         value = source.meta.get("val")
         for dim in range(value.dim()) if isinstance(value, torch.Tensor) else ():
@@ -203,8 +201,7 @@ def class_dim_after(node: Node, source: Node, class_dim: int) -> int | None:
 
 
 def is_result(node: Node, source: Node, class_dim: int) -> bool:
-    """Returns whether a call reduces the classes of its input `source` (in dimension `class_dim`), or picks some of
-    them, for each row alone."""
+    """Returns whether a call reduces or picks, for each row alone, classes of its input, in dimension `class_dim`."""
     name, before = op_name(node), source.meta["val"]
     if not name or not isinstance(node.meta.get("val"), torch.Tensor) or mutated_arguments(node):
         return False

@@ -31,8 +31,7 @@ _LEAST_GAIN = 2
 
 @dataclass(frozen=True)
 class RowSegment:
-    """A part of a graph that can run on some rows at a time: a row of its results depends only on that row of its
-    inputs."""
+    """A part of a graph that can run on some rows at a time: a row of its results needs that of its inputs only."""
 
     members: tuple[tuple[str, RowsPlace], ...]
     """The names of the calls, in order, with the place of the rows in the value of each."""
@@ -260,9 +259,8 @@ class _Growth:
 
 
 def can_join(node: Node, place: RowsPlace) -> bool:
-    """Returns whether a value with rows at `place` can be put together from tiles. It must be a tensor without gaps in
-    memory. If a view has merged the rows with a dimension in front of them, no size but their number may be a
-    symbol."""
+    """Returns whether a value with rows at `place` can be put together from tiles: a tensor without gaps in memory, of
+    which, if a view has merged the rows with a dimension in front of them, no size but their number is a symbol."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or memory_order(value) is None:
         return False
@@ -276,8 +274,7 @@ def _bytes(node: Node) -> int:
 
 
 def memory_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the dimensions of a tensor, the outermost in memory first; None for a tensor with gaps between its
-    elements."""
+    """Returns the dimensions of a tensor, the outermost in memory first; None for a tensor with gaps in memory."""
     strides = [size_seen(stride) or 0 for stride in value.stride()]
     order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
     expected: Any = 1

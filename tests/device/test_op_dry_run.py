@@ -8,8 +8,8 @@ import torch
 from memopt.device.hardware import LARGE
 from memopt.device.op_call import OpCall, describe
 from memopt.device.workspace import estimate_workspace, op_dry_run
-from passes.ops.chunked import chunk_rows
 from passes.ops.linear_cross_entropy import weight_gradient, with_gradients
+from passes.ops.linear_rows import chunk_rows
 
 BLOCK, MB = 512, 1024**2
 ROWS, WIDTH, CLASSES = 2048, 256, 8192

@@ -22,7 +22,7 @@ from memopt.optimizers import (
     LowBitOptimizer,
     OffloadedOptimizer,
     OptimizerInBackward,
-    one_parameter,
+    parameterwise,
 )
 from tests.marks import slow
 from tests.optimizers.pieces import Choice, same, saved_and_loaded, values
@@ -99,7 +99,7 @@ def test_every_pair_learns(proposals: Choice, monkeypatch: pytest.MonkeyPatch, t
         return found
 
     def run(piece_elements: int) -> tuple[list[float], list[torch.Tensor]]:
-        monkeypatch.setattr(one_parameter, "PIECE_ELEMENTS", piece_elements)
+        monkeypatch.setattr(parameterwise, "PIECE_ELEMENTS", piece_elements)
         trained = model()
         optimizer = proposals.apply(trained, optim.AdamW(trained.parameters(), lr=3e-3))
         found = train(trained, optimizer, range(20))

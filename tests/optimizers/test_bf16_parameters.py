@@ -19,7 +19,7 @@ from memopt.levers.optimizer_levers import BF16_PARAMETERS, PricedLevers
 from memopt.levers.training_price import TrainingFacts
 from memopt.optimizers import (
     BF16ParametersOptimizer,
-    one_parameter,
+    parameterwise,
     use_bf16_parameters,
 )
 from tests.marks import slow
@@ -60,7 +60,7 @@ def wrapped(
 def test_a_step_is_that_of_float32_rounded_to_a_neighbour(
     make: Callable[..., optim.Optimizer], piece_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_parameter, "PIECE_ELEMENTS", piece_elements)
+    monkeypatch.setattr(parameterwise, "PIECE_ELEMENTS", piece_elements)
     wide, narrow = some_parameters(), some_parameters()
     with torch.no_grad():
         for parameter in wide:

@@ -19,7 +19,7 @@ from memopt.optimizers import (
     LowBitOptimizer,
     OffloadedOptimizer,
     OptimizerInBackward,
-    one_parameter,
+    parameterwise,
 )
 from tests.marks import slow
 from tests.optimizers.pieces import (
@@ -98,7 +98,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return values(made)
 
     whole = run()
-    monkeypatch.setattr(one_parameter, "PIECE_ELEMENTS", 1024)
+    monkeypatch.setattr(parameterwise, "PIECE_ELEMENTS", 1024)
     assert same(run(), whole)
 
 

@@ -19,7 +19,7 @@ from memopt.optimizers import (
     LowBitOptimizer,
     OffloadedOptimizer,
     OptimizerInBackward,
-    one_parameter,
+    parameterwise,
 )
 from tests.marks import slow
 from tests.optimizers.pieces import (
@@ -47,7 +47,7 @@ DEVICE = Choice(offload_optimizer=True)
 def test_equal_to_the_plain_step_bit_by_bit(
     make: Callable[..., optim.Optimizer], piece_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_parameter, "PIECE_ELEMENTS", piece_elements)
+    monkeypatch.setattr(parameterwise, "PIECE_ELEMENTS", piece_elements)
     plain, offloaded = some_parameters(), some_parameters()
     first, second = make(plain), OffloadedOptimizer(make(offloaded))
     train(first, plain, range(6))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from memopt.optimizers import one_parameter
-from memopt.optimizers.one_parameter import Slice, flat, is_dense, is_elementwise, like, pieces_of, step_one
+from memopt.optimizers import parameterwise
+from memopt.optimizers.parameterwise import Slice, flat, goes_in_pieces, is_dense, like, pieces_of, step_one
 
 
 def test_a_step_by_a_groups_options_leaves_the_optimizer_as_it_was() -> None:
@@ -38,7 +38,7 @@ def test_an_optimizer_that_changes_its_groups_options_is_refused() -> None:
 
 
 def test_pieces_cover_a_tensor_once_and_none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_parameter, "PIECE_ELEMENTS", 10)
+    monkeypatch.setattr(parameterwise, "PIECE_ELEMENTS", 10)
     pieces = list(pieces_of(torch.zeros(5, 7), elementwise=True))
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 10), (10, 20), (20, 35)]
     assert [(piece.first, piece.last) for piece in pieces] == [(True, False), (False, False), (False, True)]
@@ -61,6 +61,6 @@ def test_density_and_strides() -> None:
 
 def test_only_known_optimizers_are_elementwise() -> None:
     parameters = [nn.Parameter(torch.zeros(2, 2))]
-    assert is_elementwise(optim.AdamW(parameters))
-    assert not is_elementwise(optim.Adafactor(parameters))
-    assert not is_elementwise(Counting(parameters)), "a subclass may do anything"
+    assert goes_in_pieces(optim.AdamW(parameters))
+    assert not goes_in_pieces(optim.Adafactor(parameters))
+    assert not goes_in_pieces(Counting(parameters)), "a subclass may do anything"

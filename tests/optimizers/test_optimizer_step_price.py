@@ -13,8 +13,8 @@ import memopt
 from memopt.device import hardware
 from memopt.optimizers import OffloadedOptimizer
 from memopt.optimizers import optimizer_step_price as step_price
-from memopt.optimizers.one_parameter import PIECE_ELEMENTS
 from memopt.optimizers.optimizer_step_price import NOTHING, OptimizerStepPrice, optimizer_step_price, prices_of_each
+from memopt.optimizers.parameterwise import PIECE_ELEMENTS
 from tests.marks import slow
 
 A100 = hardware("a100-80")

@@ -20,8 +20,7 @@ Pipeline([
     RemoveDetach(),
     ForwardWrites(),
     MergeCommonSubexpressions(across_halves_bytes=65536),
-    WaitAtOnce(),
-    HoistGetitems(),
+    NextToProducer(),
 ])""",
     )
 

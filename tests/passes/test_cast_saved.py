@@ -3,7 +3,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
-from passes import CastSaved, PassError, format_graph
+from passes import NarrowSaved, PassError, format_graph
 from tests.passes.capture import Sketch, aten, gpt2, run
 
 BF16 = torch.bfloat16
@@ -27,7 +27,7 @@ def norm() -> GraphModule:
 
 def test_golden() -> None:
     assert_expected_inline(
-        format_graph(CastSaved(("tanh",), BF16)(norm())),
+        format_graph(NarrowSaved(("tanh",), BF16)(norm())),
         """\
 input primals_1: f32[8, 4]
 input tangents_1: f32[8, 4]
@@ -50,7 +50,7 @@ def test_a_rounded_copy_that_is_there_is_taken() -> None:
     x, tangent = sketch.input("primals_1", 8, 4), sketch.input("tangents_1", 8, 4)
     tanh = sketch.call(aten.tanh.default, x)
     rounded = sketch.call(aten._to_copy.default, tanh, dtype=BF16)
-    after = CastSaved(("tanh",), BF16)(sketch.returns(rounded, sketch.call(aten.mul.Tensor, tangent, tanh)))
+    after = NarrowSaved(("tanh",), BF16)(sketch.returns(rounded, sketch.call(aten.mul.Tensor, tangent, tanh)))
     assert [str(node.target) for node in after.graph.nodes].count("aten._to_copy.default") == 1
     assert not any(node.name.startswith("narrow") for node in after.graph.nodes)
 
@@ -62,7 +62,7 @@ def test_the_forward_keeps_its_bits_and_the_backward_is_near() -> None:
         for node in captured.graph_module.graph.nodes
         if str(node.target) in ("aten.add.Tensor", "aten.tanh.default") and node.meta["val"].numel() > 100
     ]
-    after = CastSaved(tuple(wide), BF16)(captured.graph_module)
+    after = NarrowSaved(tuple(wide), BF16)(captured.graph_module)
     before, now = run(captured, captured.graph_module), run(captured, after)
     for one, other in zip(before[: captured.forward_outputs], now[: captured.forward_outputs], strict=True):
         assert torch.equal(one, other)
@@ -76,4 +76,4 @@ def test_the_forward_keeps_its_bits_and_the_backward_is_near() -> None:
 
 def test_an_unknown_value() -> None:
     with pytest.raises(PassError, match="there is no such node"):
-        CastSaved(("none",), BF16)(norm())
+        NarrowSaved(("none",), BF16)(norm())

@@ -11,8 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from examples.models.families import BY_NAME
 from passes import ChunkLoss, PassError, diff_graphs, find_losses, format_graph
-from passes.ops.chunked import ChunkedCrossEntropy, LossOptions
-from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, _ChunkedCrossEntropy, _LossOptions
 from tests.passes.capture import Sketch, aten
 from tests.passes.operators import Operators, assert_same_gradients, capture_operators
 
@@ -324,11 +323,11 @@ def test_classes_that_are_padded_change_no_value(dtype: torch.dtype, bias: bool)
     target = torch.randint(0, 45, (24,)).index_fill(0, torch.tensor([3, 7]), -100)
     found = []
     for padding in (0, 3):
-        chunks = ChunkedCrossEntropy(hidden, weight, given, target, None, LossOptions(softcap=2.0, rows=10))
+        chunks = _ChunkedCrossEntropy(hidden, weight, given, target, None, _LossOptions(softcap=2.0, rows=10))
         layer = chunks.layer
         layer.padding = padding
         layer.weight, layer.bias = (one if one is None else layer.padded(one) for one in (weight, given))
-        result = chunks.run(hidden=True, weight=True, bias=bias)
-        found.append((result.loss, result.hidden, result.weight, result.bias))
+        loss, _, gradients = chunks.run(hidden=True, weight=True, bias=bias)
+        found.append((loss, *gradients))
     for plain, padded in zip(*found, strict=True):
         assert (plain is None and padded is None) or torch.equal(plain, padded)

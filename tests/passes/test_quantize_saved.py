@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule, Node
 
-from passes import PassError, QuantizeSaved, format_graph
+from passes import NarrowSaved, PassError, format_graph
 from passes.ops.fp8_formats import E4M3, tile_of
 from passes.ops.fp8_ops import DEQUANTIZE, MATMUL, QUANTIZE
 from tests.passes.capture import Sketch, aten, run, with_inputs
@@ -29,7 +29,7 @@ def product(*, copied: bool = False, shape: tuple[int, ...] = (2, 4, 256)) -> Gr
 
 def test_golden() -> None:
     assert_expected_inline(
-        format_graph(QuantizeSaved(("exp",))(product())),
+        format_graph(NarrowSaved(("exp",), E4M3)(product())),
         """\
 input primals_1: bf16[2, 4, 256]
 input tangents_1: bf16[2, 4, 256]
@@ -47,7 +47,7 @@ return (exp, mul)""",
 
 def test_a_copy_that_is_there_is_taken() -> None:
     assert_expected_inline(
-        format_graph(QuantizeSaved(("exp",))(product(copied=True))),
+        format_graph(NarrowSaved(("exp",), E4M3)(product(copied=True))),
         """\
 input primals_1: bf16[2, 4, 256]
 input tangents_1: bf16[2, 4, 256]
@@ -75,7 +75,7 @@ def test_of_two_copies_the_one_is_taken_that_is_kept_anyway() -> None:
 
     product = sketch.call(DEQUANTIZE, *copy(exp, "1x128"), BF16)
     late = sketch.call(MATMUL, *copy(tangent, "128x1"), *copy(exp, "128x1"), None, True, False, BF16)
-    after = QuantizeSaved(("exp",))(sketch.returns(exp, product, late, sketch.call(aten.mul.Tensor, tangent, exp)))
+    after = NarrowSaved(("exp",), E4M3)(sketch.returns(exp, product, late, sketch.call(aten.mul.Tensor, tangent, exp)))
     (mul,) = after.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
     values, scale = mul.args[1].args[:2]
     assert tile_of(values.meta["val"], scale.meta["val"]) == "128x1"
@@ -83,17 +83,17 @@ def test_of_two_copies_the_one_is_taken_that_is_kept_anyway() -> None:
 
 def test_what_is_not_named_or_not_read_later_stays() -> None:
     before = product()
-    assert format_graph(QuantizeSaved(())(before)) == format_graph(before)
+    assert format_graph(NarrowSaved((), E4M3)(before)) == format_graph(before)
     sketch = Sketch()
     x, tangent = sketch.input("primals_1", 8, 4, dtype=BF16), sketch.input("tangents_1", 8, 4, dtype=BF16)
     alone = sketch.returns(sketch.call(aten.exp.default, x), sketch.call(aten.exp.default, tangent))
-    assert format_graph(QuantizeSaved(("exp",))(alone)) == format_graph(alone)
+    assert format_graph(NarrowSaved(("exp",), E4M3)(alone)) == format_graph(alone)
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (2, 4, 256)])
 def test_the_forward_keeps_its_bits_and_the_backward_is_near(shape: tuple[int, ...]) -> None:
     captured = with_inputs(product(shape=shape))
-    after = QuantizeSaved(("exp",))(captured.graph_module)
+    after = NarrowSaved(("exp",), E4M3)(captured.graph_module)
     (exp, gradient, *_), (found, narrow, *_) = run(captured, captured.graph_module), run(captured, after)
     assert torch.equal(found, exp)
     assert 0 < norm_error(narrow, gradient) < 0.04
@@ -101,6 +101,6 @@ def test_the_forward_keeps_its_bits_and_the_backward_is_near(shape: tuple[int, .
 
 def test_inputs_and_unknown_names_are_refused() -> None:
     with pytest.raises(PassError, match="this value is an input of the graph, or no contiguous tensor"):
-        QuantizeSaved(("primals_1",))(product())
+        NarrowSaved(("primals_1",), E4M3)(product())
     with pytest.raises(PassError, match="there is no such node"):
-        QuantizeSaved(("nothing",))(product())
+        NarrowSaved(("nothing",), E4M3)(product())

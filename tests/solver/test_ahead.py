@@ -21,7 +21,7 @@ names = {kernel.__name__ for kernel in entries()}
 assert {"_replay_all", "_drop_all", "_count_changes", "fill", "choose", "_wait", "_loosen"} <= names, names
 for module in (memopt.solver.polish, memopt.solver.repair):
     for dispatcher in vars(module).values():
-        if getattr(dispatcher, "py_func", None) in entries():
+        if dispatcher in entries():
             assert dispatcher.signatures == [signature(dispatcher.py_func)], dispatcher
 """
 

@@ -1,6 +1,5 @@
 from examples.models.problems import chain
-from memopt.solver.block_options import Choices, Option, choices_of
-from memopt.solver.chain import chain_of
+from memopt.solver.chain import Choices, Option, chain_of, choices_of
 
 
 def test_blocks_of_one_op_save_what_they_make() -> None:

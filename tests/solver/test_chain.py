@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.problems import chain, random_problem, transformer
-from memopt.solver.block_options import choices_of
-from memopt.solver.chain import chain_of
+from memopt.solver.chain import chain_of, choices_of
 from memopt.solver.problem import RematProblem
 
 

@@ -1,13 +1,13 @@
 import numpy as np
 
-from memopt.solver.chain import ChainCosts, choose, fill, row
+from memopt.solver.chain_plans import _ChainCosts, choose, fill, row
 
 INF = float("inf")
 
 
-def two_blocks() -> ChainCosts:
+def two_blocks() -> _ChainCosts:
     """Each block has one option, whose backward takes 3 slots; block 0 saves 4 slots, or hands 1 on and is rerun."""
-    return ChainCosts(
+    return _ChainCosts(
         start=np.array([0, 1, 2]),
         saved=np.array([4, 2]),
         forward=np.array([2, 2]),

@@ -23,7 +23,7 @@ from memopt.solver import (
     SolverError,
     simulate,
 )
-from memopt.solver.protocol import MOST_CANDIDATES, UserSolvers
+from memopt.solver.protocol import MOST_CANDIDATES
 from tests.solver.small import RECOMPUTED, SAVE_ALL, small_step
 
 
@@ -130,8 +130,8 @@ def test_what_is_no_solver_is_refused_at_once(solver: Solver) -> None:
 
 def test_an_endless_solver_is_read_so_far() -> None:
     problem = chain(4)
-    users = UserSolvers(problem, [Fixed(repeat(Schedule.save_all(problem)))])
-    assert len(users.at(0)) == MOST_CANDIDATES
+    portfolio = Portfolio(problem, [Fixed(repeat(Schedule.save_all(problem)))])
+    assert len(portfolio.users_schedules(0)) == MOST_CANDIDATES
 
 
 def test_a_users_offloads_are_judged_over_the_link() -> None:
@@ -190,21 +190,21 @@ class Counting:
 
 
 def test_proposals_come_in_the_solvers_order_with_their_names() -> None:
-    users = UserSolvers(small_step(), [Counting("one", RECOMPUTED, SAVE_ALL), Counting("two", SAVE_ALL)])
+    portfolio = Portfolio(small_step(), [Counting("one", RECOMPUTED, SAVE_ALL), Counting("two", SAVE_ALL)])
     proposals = [("one", Schedule(RECOMPUTED)), ("one", Schedule(SAVE_ALL)), ("two", Schedule(SAVE_ALL))]
-    assert users.at(110) == proposals
+    assert portfolio.users_schedules(110) == proposals
 
 
 def test_solvers_are_asked_again_only_at_another_budget() -> None:
     solver = Counting("one", SAVE_ALL)
-    users = UserSolvers(small_step(), [solver])
+    portfolio = Portfolio(small_step(), [solver])
     for budget_bytes in (110, 110, 112, 110):
-        users.at(budget_bytes)
+        portfolio.users_schedules(budget_bytes)
     assert solver.asked == [110, 112, 110]
 
 
 def test_an_invalid_proposal_and_a_class_are_refused() -> None:
     with pytest.raises(SolverError, match="solver 'one' proposed an invalid schedule"):
-        UserSolvers(small_step(), [Counting("one", (0, 1))]).at(110)
+        Portfolio(small_step(), [Counting("one", (0, 1))]).users_schedules(110)
     with pytest.raises(SolverError, match="Counting is a class"):
-        UserSolvers(small_step(), [Counting])  # type: ignore[list-item]
+        Portfolio(small_step(), [Counting])  # type: ignore[list-item]

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memopt import measure_peak
-from passes.ops.chunked import LARGEST_SHARE, chunk_rows
 from passes.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, weight_gradient, with_gradients
+from passes.ops.linear_rows import LARGEST_SHARE, chunk_rows
 
 ROWS, WIDTH, CLASSES = 23, 8, 37
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch.fx import Node
 
-from passes.patterns.formulas import Polynomial, Reader, T, Unknown, X
+from passes.fuse_activations import _T, _X, _Polynomial, _Reader, _Unknown
 from tests.passes.capture import Sketch, aten
 
 
-def read(sketch: Sketch, result: Node, **given: Polynomial) -> Polynomial:
-    module = sketch.returns(result)
-    nodes = {node.name: node for node in module.graph.nodes}
-    return Reader(module, {nodes[name]: value for name, value in given.items()})(nodes[result.name])
+def read(sketch: Sketch, result: Node, **given: _Polynomial) -> _Polynomial:
+    nodes = {node.name: node for node in sketch.returns(result).graph.nodes}
+    return _Reader({nodes[name]: value for name, value in given.items()})(nodes[result.name])
 
 
 def test_sums_products_and_powers() -> None:
@@ -22,27 +21,27 @@ def test_sums_products_and_powers() -> None:
     half = sketch.call(aten.div.Tensor, x, 2.0)
     cube = sketch.call(aten.pow.Tensor_Scalar, x, 3)
     both = sketch.call(aten.add.Tensor, half, cube, alpha=4)
-    assert read(sketch, sketch.call(aten.mul.Tensor, both, t), x=X, t=T) == {(1, 1): 0.5, (3, 1): 4.0}
+    assert read(sketch, sketch.call(aten.mul.Tensor, both, t), x=_X, t=_T) == {(1, 1): 0.5, (3, 1): 4.0}
 
 
 def test_subtraction_from_a_number_and_constants_in_the_graph() -> None:
     sketch = Sketch()
     x, number = sketch.input("x", 4), sketch.constant("number", torch.tensor(3.0))
     left = sketch.call(aten.rsub.Scalar, x, 1.0)
-    assert read(sketch, sketch.call(aten.mul.Tensor, left, number), x=X) == {(0, 0): 3.0, (1, 0): -3.0}
+    assert read(sketch, sketch.call(aten.mul.Tensor, left, number), x=_X) == {(0, 0): 3.0, (1, 0): -3.0}
 
 
 def test_terms_that_cancel_are_none() -> None:
     sketch = Sketch()
     x = sketch.input("x", 4)
     doubled = sketch.call(aten.mul.Tensor, x, 2.0)
-    assert read(sketch, sketch.call(aten.sub.Tensor, doubled, x), x=X) == {(1, 0): 1.0}
-    assert math.isclose(X[1, 0], 1.0)
+    assert read(sketch, sketch.call(aten.sub.Tensor, doubled, x), x=_X) == {(1, 0): 1.0}
+    assert math.isclose(_X[1, 0], 1.0)
 
 
 @pytest.mark.parametrize("operator", [aten.exp.default, aten.sqrt.default])
 def test_other_functions_are_unknown(operator: object) -> None:
     sketch = Sketch()
     x = sketch.input("x", 4)
-    with pytest.raises(Unknown):
-        read(sketch, sketch.call(operator, x), x=X)  # type: ignore[arg-type]
+    with pytest.raises(_Unknown):
+        read(sketch, sketch.call(operator, x), x=_X)  # type: ignore[arg-type]
