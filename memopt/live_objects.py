@@ -58,7 +58,7 @@ class _OldObjects:
                 gc.callbacks.append(self._before_collection)
             young, frozen = _young(), gc.get_freeze_count()
             promoted, self._promoted = self._promoted, []
-            alive = (one for reference in (*self._known, *promoted) if (one := reference()) is not None)
+            alive = [one for reference in (*self._known, *promoted) if (one := reference()) is not None]
             found = {id(one): one for one in (*alive, *young)}
             # gc.freeze() and gc.unfreeze() move objects, too
             if self._mark is None or id(self._mark) not in found or frozen != self._frozen:

@@ -31,4 +31,5 @@ class LruCache(OrderedDict[Key, Value]):
         """The value of a key, which counts as a use of it; `default` if there is none."""
         if key not in self:
             return default
-        return self[key]
+        self.move_to_end(key)
+        return super().__getitem__(key)

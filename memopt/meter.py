@@ -12,7 +12,7 @@ import torch
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.host import HOST, MemoryEvents
 from memopt.compat.operators import plain_tensors
-from memopt.compat.tensors import is_wrapper, special_kind, storages_of
+from memopt.compat.tensors import bytes_by_address, is_wrapper, special_kind
 from memopt.device.devices import DEVICES, device_in_use, device_of
 from memopt.errors import GIB
 from memopt.live_objects import live_objects
@@ -189,41 +189,23 @@ def largest_at(
 
 
 def _blocks(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Each tensor or gradient with the address and bytes of each of its blocks that is on the device."""
+    """Each tensor or gradient with the address and bytes of each of its blocks that is on the device. The tensors
+    inside a wrapper are found by themselves."""
     offloaded = host_memory(HOST.type).holds if device.type == HOST.type else None
-    for tensor in _with_gradients(one for one in tensors if type(one) is not FakeTensor):
-        for address, nbytes in _storages(tensor, device):
-            # Storages made by numpy or in shared memory may alias one block; what is offloaded lies on no device.
-            if address and nbytes and not (offloaded and offloaded(address)):
-                yield tensor, address, nbytes
-
-
-def _with_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
-        yield tensor
-        # A gradient from the backward pass has no Python object until its `.grad` is read.
-        if _is_leaf(tensor) and tensor.grad is not None:
-            yield tensor.grad
-
-
-def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf, so that it may have a gradient. Autograd raises an error when asked about a view from
-    a `no_grad` block whose base was written to with gradients: such a view has none."""
-    try:
-        return tensor.is_leaf
-    except RuntimeError:
-        return False
-
-
-def _storages(tensor: torch.Tensor, device: torch.device) -> list[tuple[int, int]]:
-    """The address and the bytes of each storage of a tensor on the device. The tensors inside a wrapper are found by
-    themselves; opaque tensors have no storage of their own, and wrappers that a tracer left behind no address."""
-    try:
-        if tensor.device != device or is_wrapper(tensor):
-            return []
-        return [(one.data_ptr(), one.nbytes()) for one in storages_of(tensor) if one.device == device]
-    except (NotImplementedError, RuntimeError):
-        return []
+        if type(tensor) is FakeTensor:
+            continue
+        try:  # a gradient from the backward pass has no Python object until its `.grad` is read
+            gradient = tensor.grad if tensor.is_leaf else None
+        except RuntimeError:  # a view from a `no_grad` block whose base was written to with gradients has none
+            gradient = None
+        for one in (tensor, gradient):
+            if one is None or is_wrapper(one):
+                continue
+            for address, nbytes in bytes_by_address((one,), device).items():
+                # Storages made by numpy or in shared memory may alias one block; what is offloaded lies on no device.
+                if address and nbytes and not (offloaded and offloaded(address)):
+                    yield one, address, nbytes
 
 
 _counted: set[torch.device] = set()

@@ -53,8 +53,7 @@ class SavedValues:
         """The object for pairs of a tensor and a copy of its values (None: no copy), with the current version counter
         of each tensor. Tensors made in inference mode, which have none, are left out: outside of that mode nothing can
         write to them."""
-        versioned = ((tensor, kept) for tensor, kept in tensors if not tensor.is_inference())
-        return cls(tuple([(weakref.ref(tensor), tensor._version, kept) for tensor, kept in versioned]))
+        return cls(tuple([(weakref.ref(one), one._version, kept) for one, kept in tensors if not one.is_inference()]))
 
     def with_written(self, tensors: Iterable[torch.Tensor]) -> SavedValues:
         """These values, and further tensors without copies that always count as written to, since the forward is known

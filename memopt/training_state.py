@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -40,7 +40,7 @@ Tensors = dict[str, torch.Tensor]
 def _device_of(model: nn.Module) -> torch.device:
     """The device that a model is trained on. Frozen parameters may lie on the host; those that are trained do not."""
     parameters = list(model.parameters())
-    return next((one for one in parameters if one.requires_grad), parameters[0]).device
+    return next(filter(attrgetter("requires_grad"), parameters), parameters[0]).device
 
 
 class Attributes:
@@ -242,7 +242,9 @@ class CallState:
         found = [(one, set_aside(one) if copying else None) for one in _beside_parameters(model)]
         found += [(one, None) for one in inputs if has_version(one)]
         device = _device_of(model)
-        values = SavedValues.of(found).with_written(written_parameters(model))
+        values = SavedValues.of(found)
+        if written := written_parameters(model):
+            values = values.with_written(written)
         state = cls(weakref.ref(model), device, generator_states(device), values)
         cls._alive.add(state)
         return state

@@ -191,15 +191,15 @@ def compile_call(
     if _freed:  # the compilations of models that were freed are still in Dynamo's caches
         _freed.clear()
         drop_compilations(lambda backend: backend in _owners and _owners[backend]() is None)
-    compilations, note_sizes = _Compilations(backend), sizes_apart()
+    compilations, sizes = _Compilations(backend), sizes_apart()
     compiled = compile_with(_weak_backend(compilations), call, whole=whole, symbols=symbols)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         assert compilations.backend is backend  # keeps the regions alive as long as this function
         try:
             with ExitStack() as stack:
-                for enter in (_capturing, capture_settings, note_sizes):
-                    stack.enter_context(enter())
+                stack.enter_context(_capturing())
+                stack.enter_context(capture_settings(sizes))
                 stack.enter_context(without_propagated_marks(tensors_in((args, kwargs))))
                 stack.enter_context(getattr(call, "around", nullcontext)())
                 stack.enter_context(keeping_requires_grad() if whole else nullcontext())

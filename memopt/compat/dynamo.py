@@ -10,7 +10,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import CodeType
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from memopt.compat.check import check
 from memopt.compat.dynamo_rules import replacements
 from memopt.compat.fakes import broadcast_masks
 from memopt.compat.tensors import is_wrapper
-from passes.compat import private, replaced, replaced_all
+from passes.compat import Replacement, private, replaced_all
 
 # Dynamo itself refuses settings that it does not have. Attributes that it sets on other objects are seen only there:
 # `real_stack` of errors, `_dynamo_source` of nodes, from torch 2.13 on `_dynamo_propagated_dynamic_indices`.
@@ -97,8 +97,9 @@ def __getattr__(name: str) -> Any:
 
 
 @contextmanager
-def capture_settings() -> Iterator[None]:
-    """Context with the Dynamo and AOTAutograd settings under which models are captured and run.
+def capture_settings(*further: Replacement) -> Iterator[None]:
+    """Context with the Dynamo and AOTAutograd settings under which models are captured and run, and with `further`
+    replacements.
 
     Sizes and scalars that depend on data become symbols, derivatives that the code takes itself calls in the graph.
     Beyond the limit of recompilations an error is raised instead of an eager run, which could exceed the budget.
@@ -117,7 +118,8 @@ def capture_settings() -> Iterator[None]:
     with ExitStack() as stack:
         for change in _changes(ignored):
             stack.callback(change())
-        with replaced_all([*replacements(), broadcast_masks(), (eval_frame, "_stance", eval_frame.DynamoStance())]):
+        stance = eval_frame, "_stance", eval_frame.DynamoStance()
+        with replaced_all([*replacements(), broadcast_masks(), stance, *further]):
             yield
 
 
@@ -194,14 +196,14 @@ def compile_with(
 _OFF = "TORCHDYNAMO_DISABLE"
 
 
-def sizes_apart() -> Callable[[], AbstractContextManager[None]]:
-    """A function that makes contexts, within `capture_settings`, in which Dynamo records the sizes of calls apart;
+def sizes_apart() -> Replacement:
+    """A replacement, to be given to `capture_settings` each time, with which Dynamo records the sizes of calls apart;
     those that differ become symbols. By default it records them for the whole process, by the code of a layer or of the
     model's class: sizes would become symbols because another model was called with other ones."""
     from torch._dynamo import pgo
 
     state: Any = pgo
-    return partial(replaced, state, "_CODE_STATE", defaultdict(state.CodeState))
+    return state, "_CODE_STATE", defaultdict(state.CodeState)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from operator import add, getitem
 from types import FunctionType, ModuleType
@@ -23,7 +23,7 @@ from memopt.compat.fakes import FakeTensor, know_resizing_gradients
 from memopt.compat.host import HOST, is_on_host
 from memopt.compat.operators import plain_tensors, tree_leaves, without_torch_functions
 from memopt.compat.symbols import is_symbolic
-from passes.compat import private, replaced
+from passes.compat import private, replaced_all
 
 # transformers 4.56 and later.
 PRIVATE_NAMES = private("""
@@ -204,7 +204,7 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     """Context in which transformers, traced by Dynamo, decides about masks as it would for these arguments in eager
     mode: a mask that masks nothing is left out. Dynamo guards on these decisions. Hooks that collect hidden states,
     attentions and the logits of routers are installed as in eager mode, too."""
-    masking, asking, collecting = (sys.modules.get(f"transformers.{name}") for name in _CHOOSING)
+    masking, asking, collecting = [sys.modules.get(f"transformers.{name}") for name in _CHOOSING]
     for choosing in filter(None, (masking, asking)):
         _run_frames_eagerly(choosing)
     idle = _idle_mask(args, kwargs)
@@ -214,12 +214,10 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     ]
     if idle is not None:
         changes += [(masking, f"_ignore_{kind}_mask_sdpa", _unless_idle) for kind in ("causal", "bidirectional")]
+    there = [(module, name, change, getattr(module, name, None)) for module, name, change in changes]
     token = _IDLE.set(idle)
     try:
-        with ExitStack() as stack:
-            for module, name, change in changes:
-                if module is not None and (original := getattr(module, name, None)) is not None:
-                    stack.enter_context(replaced(module, name, change(original)))
+        with replaced_all([(module, name, change(own)) for module, name, change, own in there if own is not None]):
             yield
     finally:
         _IDLE.reset(token)

@@ -212,7 +212,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """The storages that hold a tensor: those of its indices and values if it is sparse, those of the tensors inside a
     wrapper, else its own. Empty for tensors in oneDNN's layout, whose storage torch cannot access."""
-    if type(tensor) in _PLAIN and not special_kind(tensor):
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
         return [tensor.untyped_storage()]
     with plain_tensors(), torch.no_grad():
         return [part.untyped_storage() for part in with_memory([tensor]) if not has_no_storage(part)]
@@ -226,13 +226,16 @@ def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int
     that its model has and saves, so plain tensors are looked up inline."""
     found: dict[int, int] = {}
     for value in values:
-        if not isinstance(value, torch.Tensor) or value.device != device:
+        if not isinstance(value, torch.Tensor):
             continue
-        plain = type(value) in _PLAIN and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
         try:
+            if value.device != device:
+                continue
+            strided = type(value) in _PLAIN and value.layout is torch.strided
+            plain = strided and not (value.is_nested or value.is_quantized)
             for storage in (value.untyped_storage(),) if plain else storages_of(value):
                 found[storage.data_ptr()] = storage.nbytes()
-        except (NotImplementedError, RuntimeError):  # it has no memory of its own
+        except (NotImplementedError, RuntimeError):  # it has no memory of its own, or a tracer has left it behind
             continue
     return found
 
@@ -260,11 +263,13 @@ def memory_of(value: object) -> int | None:
     return storage_key(value) if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
 
 
-def weak_storages(values: Iterable[object]) -> Iterator[WeakStorage]:
+def weak_storages(values: Iterable[object]) -> list[WeakStorage]:
     """The storages of the tensors among some values; tensors whose storage torch cannot access are skipped."""
+    found: list[WeakStorage] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             try:
-                yield from map(WeakStorage, storages_of(value))
+                found += map(WeakStorage, storages_of(value))
             except (NotImplementedError, RuntimeError):
                 continue
+    return found

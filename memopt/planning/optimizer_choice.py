@@ -59,7 +59,8 @@ class OptimizerChoice:
     @property
     def may_step_in_backward(self) -> bool:
         """Whether a lever may still be chosen that steps parameters in the backward."""
-        return any(map(_in_backward, self._named(self.allowed)))
+        allowed = self.allowed
+        return bool(allowed) and any(map(_in_backward, self._named(allowed)))
 
     def check_allowed(self) -> None:
         """Raise `ValueError` where an allowed lever cannot work with this step's dtype: one that casts parameters to

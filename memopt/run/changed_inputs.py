@@ -83,8 +83,8 @@ def watch_plain(entry: Entry, call: Call, outputs: Sequence[torch.Tensor]) -> No
 
 def mark_changed(region: RecordedRegion, inputs: Sequence[Any], call: Call, entry: Entry) -> None:
     """Set `region.changed` to the numbers of the inputs that the caller changed during plain steps, which `watch_plain`
-    recorded in the model's `entry`; does nothing once a backward of the region itself has shown which they are."""
-    if region.changed is None and entry.changed_inputs:
+    recorded in the model's `entry`; to be called until a backward of the region itself has shown which they are."""
+    if entry.changed_inputs:
         changed = {id(one) for number, one in enumerate(tensors_in(call)) if number in entry.changed_inputs}
         region.changed = frozenset(number for number, value in enumerate(inputs) if id(value) in changed)
 

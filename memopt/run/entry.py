@@ -283,7 +283,7 @@ class Entry:
     @property
     def callers_code(self) -> CallersCode:
         """What was seen of the caller's own code around calls of the model as it is now, trained or frozen."""
-        return self._callers_code[any(parameter.requires_grad for parameter in self.model.parameters())]
+        return self._callers_code[any(map(attrgetter("requires_grad"), self.model.parameters()))]
 
     @property
     def notable_bytes(self) -> int:
@@ -334,7 +334,11 @@ class Entry:
         kept = self.outputs_in_backward
         if kept is None or kept > self.notable_bytes:
             return 0
-        return max(0, self.figure("returned", plan, lambda: returned_bytes(plan)) - kept)
+        return max(0, self.returned_bytes(plan) - kept)
+
+    def returned_bytes(self, plan: Plan) -> int:
+        """`planning.derived.returned_bytes` of a plan, cached: the bytes of the outputs of its call."""
+        return self.figure("returned", plan, lambda: returned_bytes(plan))
 
     def to_appear(self, elsewhere: int) -> int:
         """The bytes elsewhere that are expected to appear between a forward and its backward, if `elsewhere` bytes are
@@ -475,7 +479,7 @@ class Entry:
 
     def all_waiting(self) -> list[Waiting]:
         """The forwards, planned or not, that wait for their backward."""
-        return [*self.waiting(), *self.plain_waiting()]
+        return [*self.waiting(), *self.plain] if self.planned or self.plain else []
 
     def in_backward(self) -> list[WaitingPlanned]:
         """The planned forwards that the running backward has reached."""

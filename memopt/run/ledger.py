@@ -54,6 +54,8 @@ class Moment:
     another forward."""
 
     entry: Entry
+    ledger: Ledger
+    """The ledger of the device that the model of `entry` is on."""
     kind: object = None
     """A key that is equal for moments at which the same things are allocated; growth is measured for each kind
     separately."""
@@ -118,11 +120,7 @@ class Moment:
     @property
     def others_train(self) -> bool:
         """Whether other optimised models train on the device."""
-        return bool(self._ledger.others_training(self.entry))
-
-    @property
-    def _ledger(self) -> Ledger:
-        return Ledger.of(self.entry)
+        return bool(self.ledger.others_training(self.entry))
 
     @property
     def to_come(self) -> int:
@@ -158,7 +156,7 @@ class Moment:
         account = plan.account
         if self._has_shrunk(plan, account.other_forwards - self.waiting_bytes - self.kept_outputs):
             return False
-        less = account.elsewhere + account.tolerance // 2 < self._ledger.most_elsewhere(self)
+        less = account.elsewhere + account.tolerance // 2 < self.ledger.most_elsewhere(self)
         return (replace(self, closely=True) if less else self).fits(plan, situation)
 
     def _alone(self, plan: Plan) -> int:
@@ -204,7 +202,7 @@ class Moment:
         enough, beside = plan.budget_bytes // WORTHWHILE, plan.account.elsewhere + more
         if plan.added_time <= NEGLIGIBLE or beside < enough:
             return False
-        about = self._ledger.latest_elsewhere(self)
+        about = self.ledger.latest_elsewhere(self)
         return beside - about - self.to_come_elsewhere >= enough
 
     def others_in_backward(self, gradients_held: bool) -> int:
@@ -240,7 +238,7 @@ class Moment:
     def plain_backward_bytes(self) -> int:
         """The most bytes that the backward of a waiting plain forward of this model, which may run while this call
         waits for its own, needs beyond what the forward holds. 0 where none waits."""
-        return max((one.peak_bytes - one.held_bytes for one in self.entry.plain_waiting()), default=0)
+        return max([one.peak_bytes - one.held_bytes for one in self.entry.plain], default=0) if self.entry.plain else 0
 
     def may_hold(self, held_bytes: int) -> bool:
         """Whether this call may hold `held_bytes` until its backward, so that the backwards of waiting forwards have
@@ -253,7 +251,7 @@ class Moment:
         leaves, and for other models' steps."""
         several = self.waiting or self.to_come
         group = self.to_come * held_bytes + (self.gradients if several else 0)
-        wanted, broader = self._ledger.wanted(self.entry)
+        wanted, broader = self.ledger.wanted(self.entry)
         return self.waiting_bytes + group + wanted + int(broader * held_bytes)
 
     def leaves(self, room_bytes: int, account: Account) -> bool:
@@ -262,19 +260,19 @@ class Moment:
         surely = room_bytes
         if not self.entry.has_looked:  # the optimizer's options may make it hold more than by default
             surely -= _MORE_STATE * account.optimizer_state
-        most = self._ledger.at_most(self, surely - self.to_come_elsewhere)
+        most = self.ledger.at_most(self, surely - self.to_come_elsewhere)
         if most is not None and self._beside(most, account) <= surely:
             return True
         return self.elsewhere_beside(account) <= room_bytes
 
     def elsewhere_beside(self, account: Account) -> int:
         """The bytes that are on the device now and do not belong to a step with this account."""
-        return self._beside(self._ledger.now(self), account)
+        return self._beside(self.ledger.now(self), account)
 
     def known_elsewhere(self, account: Account) -> int:
         """The bytes elsewhere, outside of a step with this account, as far as they are known without a search of the
         device. In a backward, a search would also count what the step has saved."""
-        return self._beside(replace(self.entry.found, other=self._ledger.latest_elsewhere(self)), account)
+        return self._beside(replace(self.entry.found, other=self.ledger.latest_elsewhere(self)), account)
 
     def _beside(self, found: Elsewhere, account: Account) -> int:
         elsewhere = max(0, found.beside(account) - self.hidden_bytes)

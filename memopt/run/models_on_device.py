@@ -47,8 +47,10 @@ class ModelsOnDevice:
         """The bytes of gradients and optimizer states that other optimised models hold or will hold from step to step,
         without what they share with this model; and the list of such tensors that exist now. Both include the
         gradients of parameters that this model's optimizer steps although they belong to no model."""
-        others, steppers = self.others_training(entry), [entry.optimizer]
-        beside = () if entry.fixed_bytes is not None else entry.stepped_beside()
+        others, beside = self.others_training(entry), () if entry.fixed_bytes is not None else entry.stepped_beside()
+        if not others and not beside:
+            return 0, []
+        steppers = [entry.optimizer]
         if beside and others:
             theirs = {id(parameter) for other in others for parameter in other.model.parameters()}
             beside = tuple(one for one in beside if id(one) not in theirs)
@@ -64,6 +66,8 @@ class ModelsOnDevice:
 
     def begins(self, forward: Waiting) -> None:
         """Record that a forward begins while forwards of other models wait for their backward."""
+        if len(self.entries) == 1:
+            return
         waiting = [one for one in self._waiting() if one is not forward]
         for position, other in enumerate(waiting):
             if other.entry.model is not forward.entry.model:
@@ -85,6 +89,8 @@ class ModelsOnDevice:
 
     def begun_since(self, forward: Waiting) -> list[Waiting]:
         """The waiting forwards of other models that began after `forward`."""
+        if len(self.entries) == 1:
+            return []
         waiting = [other for other in self._waiting() if other.entry.model is not forward.entry.model]
         return [other for other in waiting if other.number > forward.number]
 
@@ -119,10 +125,7 @@ class ModelsOnDevice:
         return entry.stepped and (entry.paths_vary or any(one.differentiated for one in self.entries))
 
     def _waiting(self) -> list[Waiting]:
-        """The forwards of all models that wait for their backward, in the order in which they began; empty where there
-        is only one model."""
-        if len(self.entries) == 1:
-            return []
+        """The forwards of all models that wait for their backward, in the order in which they began."""
         return sorted([one for entry in self.entries for one in entry.all_waiting()], key=attrgetter("number"))
 
     def for_whole_step(self, entry: Entry, refused: BudgetError, plain: AsPlain = lambda _: None) -> BudgetError:

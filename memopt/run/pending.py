@@ -43,7 +43,7 @@ from memopt.compat.saved_tensors import (
 from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
-from memopt.planning.derived import lasting_bytes, retained_peak, returned_bytes, tangent_bytes
+from memopt.planning.derived import lasting_bytes, retained_peak, tangent_bytes
 from memopt.planning.schedule_parts import held_after_forward
 from memopt.run.entry import Entry, WaitingPlanned
 from memopt.run.ledger import Ledger, Moment
@@ -103,8 +103,9 @@ class PendingForward(WaitingPlanned):
         """Make `value` free `nbytes`, by its method `release`, when the backward begins, if the plan counts these bytes
         as freed then. If not, on a GPU, keep `value` alive until an optimizer has stepped: the plan assumes so, and
         freeing it earlier would change where the allocator puts later blocks."""
-        assert self.plan.captured is not None
-        if self.plan.captured.regions[0].released:
+        step = self.plan.captured
+        assert step is not None
+        if step.regions[0].released:
             self._lent.add(value)
             self.held_bytes += nbytes
         elif self.account.caching:
@@ -180,22 +181,23 @@ class PendingForward(WaitingPlanned):
             value.release()
         if not self.judged or self._beside_plan == current_backward():
             return
+        ledger = Ledger.of(self.entry)
         if begins := self._backward != current_backward():
             parameters = parameters_in(modules_of(self.entry.model))
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned(parameters) + self.again_bytes
             if self.outputs:
-                kept = sum(one.nbytes for one in self.outputs)
+                kept = sum([one.nbytes for one in self.outputs])
                 self.entry.outputs_in_backward = max(self.entry.outputs_in_backward or 0, kept)
-                self._extra_bytes -= max(0, returned_bytes(self.plan) - kept)
+                self._extra_bytes -= max(0, self.entry.returned_bytes(self.plan) - kept)
             self.backward_begins()
             UntilBackward.backward_begins(self.entry, alone=not self.overlaps)
-            Ledger.of(self.entry).backward_begins(self)
+            ledger.backward_begins(self)
             self._check_autocast()
             self.gradients_before = GradientsBefore(parameters)
         if self.account.gradients_held or any(region.steps for region in self.plan.regions):
             self._extra_bytes += distinct_bytes(leaf for leaf in leaves if self._needs_unplanned_memory(leaf))
         others = [forward for forward in self.entry.waiting() if forward is not self]
-        waiting = sum(forward.held_bytes for forward in others) + self.entry.plain_held_bytes
+        waiting = sum([forward.held_bytes for forward in others]) + self.entry.plain_held_bytes
         peak = self.plan.ceiling_bytes
         if self.account.meanwhile:
             peak = self.entry.peak_above_lasting(self.plan) + lasting_bytes(self.account, beside=True)
@@ -208,14 +210,14 @@ class PendingForward(WaitingPlanned):
         if above > 0 and above > self._free_of_planned(elsewhere_bytes := self._elsewhere_now(gradients)):
             reason = RETAINED if keeps_graph() else "the other forwards and gradients held"
             roomy = self.roomy_bytes(needed, retained=keeps_graph())
-            if not waiting and not Ledger.of(self.entry).others_training(self.entry):
+            if not waiting and not ledger.others_training(self.entry):
                 # It runs plain with that much room; plain steps are counted with a margin of their own.
                 roomy = self.runs_plain_from(elsewhere_bytes, roomy + roomy // _MARGIN_OF_COUNTS) or roomy
             self.entry.refuse(BudgetError(self.plan.budget_bytes, roomy, reason, least=False))
         if not begins:  # gradients for further regions exist now, which the plan counts
             return
         self.backwards += 1
-        ledger, unseen = Ledger.of(self.entry), self.backwards > self.entry.seen_until_backward
+        unseen = self.backwards > self.entry.seen_until_backward
         if not unseen and ledger.fits_as_before(self.entry, self.plan, needed):
             return
         moment = self.moment_of(self, gradients)
@@ -399,13 +401,14 @@ class PendingForward(WaitingPlanned):
             in_regions = {one for region in step.regions for one in region.trace.region.parameter_ids.values()}
             if all(one.grad is None for one in parameters if id(one) in in_regions):
                 return appeared
-        return appeared + distinct_bytes([one.grad for one in parameters if one.grad is not None])
+        there = [one.grad for one in parameters if one.grad is not None]
+        return appeared + (distinct_bytes(there) if there else 0)
 
     def _check_autocast(self) -> None:
         """Warn if the backward runs within autocast and plain torch would compute other gradients, because it casts in
         such backwards too."""
-        captured = self.plan.captured
-        if autocast_is_on() and captured and any(operators.author_typed for operators in captured.operators):
+        step = self.plan.captured if autocast_is_on() else None
+        if step is not None and any(operators.author_typed for operators in step.operators):
             warnings.warn(
                 "backward was called within torch.autocast on a model with autocast blocks of its own: plain torch "
                 "would compute their gradients in 16 bits, memopt keeps their dtypes; call backward outside of it",

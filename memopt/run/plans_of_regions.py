@@ -69,8 +69,9 @@ class PlansOfRegions:
 
     def changing(self, call: Call) -> Collection[Place]:
         """The dimensions of a call's tensors that become symbols in its capture."""
-        found = markable(call, self.bounds.changing(call))
-        self._marked |= found
+        if found := self.bounds.changing(call):
+            found = markable(call, found)
+            self._marked |= found
         return found
 
     def ahead(self, region: RecordedRegion, inputs: Sequence[Any], call: Call) -> CapturedCall:
@@ -94,10 +95,12 @@ class PlansOfRegions:
         """The plan that a call of this region runs by, with its code; its step fits the budget together with all else
         on the device. Raises `BudgetError` where no plan fits, `CaptureError` where the region cannot be traced, and
         `Insists` where its graph is not valid for the call's sizes."""
-        _check_sizes(region, region.sizes_of(inputs), inputs, in_progress.call)
-        mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
-        make = partial(self._emitted_in, region, inputs, in_progress)
-        return in_progress.fitting(make, partial(self._known, region, region.sizes_of(inputs)))
+        sizes = region.sizes_of(inputs)
+        _check_sizes(region, sizes, inputs, in_progress.call)
+        if region.changed is None:
+            mark_changed(region, inputs, in_progress.call, in_progress.moment.entry)
+        make = partial(self._emitted_in, region, sizes, inputs, in_progress)
+        return in_progress.fitting(make, partial(self._known, region, sizes))
 
     def _known(self, region: RecordedRegion, sizes: Sizes) -> dict[Situation, Executable]:
         """The plans of a region that cover these sizes, by situation: of several the one with the least added time."""
@@ -107,6 +110,7 @@ class PlansOfRegions:
     def _emitted_in(
         self,
         region: RecordedRegion,
+        sizes: Sizes,
         inputs: tuple[Any, ...],
         in_progress: CallInProgress,
         situation: Situation,
@@ -117,15 +121,15 @@ class PlansOfRegions:
             self.insists |= insisted(region, inputs, call, self._marked)
             self._emitted[key] = PlansBySize()
         plans = self._emitted[key]
-        sizes = region.sizes_of(inputs)
-        elsewhere = self.road.planner.accounts.beside.found.other if situation.to_come else 0
-        tried = region, situation, sizes, in_steps(elsewhere, self.road.planner.terms.options.budget_bytes)
         again = bool(situation.to_come or situation.elsewhere)
+        elsewhere = self.road.planner.accounts.beside.found.other if situation.to_come else 0
+        rounded = in_steps(elsewhere, self.road.planner.terms.options.budget_bytes) if again else 0
+        tried = region, situation, sizes, rounded
         if again and not advise and (refused := self._refused.get(tried)) is not None:
             raise refused.adding()
         ceiling = plans.covering(sizes)
-        if ceiling is not None and ceiling in plans:
-            return plans[ceiling]
+        if ceiling is not None and (ready := plans.get(ceiling)) is not None:
+            return ready
         above, ceilings = self.bounds.above(region, inputs, call), [sizes]
         if ceiling is not None:
             ceilings = [ceiling, sizes]
@@ -174,7 +178,7 @@ class PlansOfRegions:
 
 def _check_sizes(region: RecordedRegion, sizes: Sizes, inputs: tuple[Any, ...], call: Call) -> None:
     """Raise `Insists` where the graphs of a region, which the call runs on these inputs, are not valid for `sizes`."""
-    if not region.assumed_sizes.hold(sizes):
+    if sizes and not region.assumed_sizes.hold(sizes):
         lines = region.assumed_sizes.broken(sizes)
         found = {place: line for symbol, line in lines.items() for place in places_of(region, symbol, inputs, call)}
         raise Insists(found or dict.fromkeys(all_places(call), "a line within torch"))

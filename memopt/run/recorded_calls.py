@@ -85,7 +85,7 @@ def recording(
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         region = RecordedRegion.record(graph_module, inputs, differentiate_all=differentiate_all, narrowed=narrowed)
-        return lambda *inputs: run_region(region.as_called(), *inputs)
+        return partial(run_region, region)
 
     return backend
 
@@ -145,7 +145,7 @@ class RecordedCalls:
         `GraphBreak` where the call is not one region."""
         assert self._in_progress is None
         try:
-            self._call_whole(call)
+            self.run_whole(call, None)
         except RegionRecorded as recorded:
             return self.regions.ahead(recorded.region, recorded.inputs, call)
         return None
@@ -203,38 +203,38 @@ class RecordedCalls:
         self.forget()
         self.paths.use_road(road)
 
-    def run(self, in_progress: CallInProgress, first: Callable[[], CapturedCall] | None = None) -> Any:
-        """Run a call by its plan, which is made first if there is none. `first` captures a call in several regions if
+    def run(self, in_progress: CallInProgress, first: Callable[[], CapturedCall]) -> Any:
+        """Run a call in several regions by its plan, which is made first if there is none. `first` captures the call if
         it is the first of its kind.
+
+        Raises `BudgetError` where no plan fits, and `CaptureError` where the call cannot be captured."""
+        bring_back(self.model)
+        fitting, call, self._most_between = self.paths.fitting, in_progress.call, in_progress.most_between
+        try:
+            self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
+            return self._run_a_path(in_progress, self.paths.of(call, first))
+        finally:
+            self._most_between = None  # it keeps the call alive
+
+    def run_whole(self, call: Call, in_progress: CallInProgress | None) -> Any:
+        """Run the code that Dynamo has compiled for a call in one region, or has it compile some: by its plan, which is
+        made first if there is none, if the call is `in_progress`; else until its region begins (`RegionRecorded`).
 
         Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured, `GraphBreak` where it
         is not one region, and `Insists` where the captured graphs are not valid for its sizes."""
-        if not self.whole:
-            assert first is not None
-            bring_back(self.model)
-            fitting, call, self._most_between = self.paths.fitting, in_progress.call, in_progress.most_between
-            try:
-                self.keeping.decide(lambda freed: fitting(in_progress, self.paths.of(call, first), freed))
-                return self._run_a_path(in_progress, self.paths.of(call, first))
-            finally:
-                self._most_between = None  # it keeps the call alive
-        self._in_progress = in_progress
-        try:
-            return self._call_whole(in_progress.call)
-        finally:
-            self._in_progress = None
-
-    def _call_whole(self, call: Call) -> Any:
-        """Run the code that Dynamo has compiled for a call in one region, or has it compile some."""
         changing = self.regions.changing(call) if self._symbols and not self.has_symbols else ()
         marks = marked(call, changing) if changing else nullcontext()
-        with marks, nullcontext() if self.regions.runs else rare_collections():
-            try:
-                return self._compiled(*call[0], **call[1])
-            except TooManyShapes:
-                self.regions.forget(captured=True)
-                self._compile()
-                return self._compiled(*call[0], **call[1])
+        self._in_progress = in_progress
+        try:
+            with marks, nullcontext() if self.regions.runs else rare_collections():
+                try:
+                    return self._compiled(*call[0], **call[1])
+                except TooManyShapes:
+                    self.regions.forget(captured=True)
+                    self._compile()
+                    return self._compiled(*call[0], **call[1])
+        finally:
+            self._in_progress = None
 
     def _run_a_path(self, in_progress: CallInProgress, paths: ControlPaths) -> Any:
         """Run a call along one of these paths. Where it takes none of them, it is undone, the path that it takes is
@@ -294,6 +294,7 @@ class RecordedCalls:
 
     def run_region(self, region: RecordedRegion, *inputs: Any) -> Any:
         """Run one region of the current call by its plan, or without one while the call is being captured."""
+        region = region.as_called()
         if self._dry_run is not None:
             return self._dry_run.run(region, inputs)
         self.has_symbols |= bool(region.changing)
@@ -304,8 +305,13 @@ class RecordedCalls:
             inputs[number].requires_grad_()
         if not region.differentiable:
             return region.graph_module(*inputs)
-        forward = self._begun(region, inputs, self._in_progress) if self._in_progress else self._forward
-        assert forward is not None, "a region runs, but no call of its model is in progress"
+        if (forward := self._forward) is None:
+            assert self._in_progress is not None, "a region runs, but no call of its model is in progress"
+            found = self.regions.fitting(region, inputs, self._in_progress)
+            if stepped := found.plan.regions[0].steps:
+                check_own_memory(inputs, stepped)
+            exchanges = found.region.exchanges if found.region else 0
+            forward = _Forward(self._in_progress.begin(found.plan, exchanges), found)
         emitted = forward.planned.region or self._next(region, inputs, forward)
         if emitted is None:
             return region.graph_module(*inputs)
@@ -313,8 +319,8 @@ class RecordedCalls:
         if self._in_progress is not None:
             moment = self._in_progress.moment
             weak = WeakInputs.of(inputs, moment.inputs)
-            if self._may_run_twice(pending):
-                written = region.written | set(forward.planned.step.regions[0].statistics)
+            if self._may_run_twice(pending) and (step := pending.plan.captured) is not None:
+                written = region.written | set(step.regions[0].statistics)
                 pending.second_run = SecondRun.of(written, inputs, weak, own_run, pending.before)
             if region.changed is None:
                 watched = WatchedInputs.of(region, inputs, self.model, self._plan_again)
@@ -355,12 +361,6 @@ class RecordedCalls:
         """Have calls in one region planned again, after the caller has changed an input in place."""
         self.regions.forget()
         self.road.planner.forget_sizes()
-
-    def _begun(self, region: RecordedRegion, inputs: tuple[Any, ...], in_progress: CallInProgress) -> _Forward:
-        """The forward of a call in one region, which begins now."""
-        found = self.regions.fitting(region, inputs, in_progress)
-        check_own_memory(inputs, found.plan.regions[0].steps)
-        return _Forward(in_progress.begin(found.plan, found.region.exchanges if found.region else 0), found)
 
     def _next(self, region: RecordedRegion, inputs: tuple[Any, ...], forward: _Forward) -> Emitted | None:
         """The code for the run of a region that begins now, in a call of several; None for one that runs as captured:

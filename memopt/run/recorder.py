@@ -12,7 +12,7 @@ import torch
 
 from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.captured_call import CapturedCall
-from memopt.capture.data_sizes import is_real
+from memopt.capture.data_sizes import SizeOutgrown, is_real
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamic_shapes import Place, declared_sizes
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line
@@ -24,6 +24,7 @@ from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
+from memopt.random_states import set_generators
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.on_demand import Notice
 from memopt.run.plans_of_regions import Insists
@@ -32,6 +33,7 @@ from memopt.run.road import Road
 from memopt.run.settings import Settings
 from memopt.run.sharding import Keeping, check_unbroken
 from memopt.run.sizes import Shapes, SizeBounds, cover, tensor_shapes
+from memopt.training_state import CallState
 
 _MOST_BREAKS = 256
 """The number of call signatures that are remembered to break into regions."""
@@ -95,27 +97,27 @@ class Recorder:
         return self._first, *(whole for _, whole in self._own.items()), self._broken
 
     @property
-    def breaks(self) -> bool:
-        """Whether any call is known to break into several regions."""
-        return bool(self._breaks)
+    def ran_unplanned(self) -> bool:
+        """Whether a call in several regions ran without a plan, as it took another path than planned."""
+        return bool(self._breaks) and self._broken.ran_unplanned
 
     def break_reason(self, call: Call) -> str | None:
         """Why a call breaks into several regions, with the line of the model; None where it is one region, or where
         that is not known."""
-        return self._breaks.get(call_signature(call)) if self.breaks else None
+        return self._breaks.get(call_signature(call)) if self._breaks else None
 
     def serves_all_sizes(self, call: Call) -> bool:
         """Whether calls like this one with other sizes need no further capture, since sizes are symbols in the captured
-        graph."""
-        if self._terms is None:
+        graph; False once any call is known to break into several regions."""
+        if self._terms is None or self._breaks:
             return False
         serving = self._own.get(self._values(tensor_shapes(call))) if self.size_bounds.fixed else self._first
         return serving is not None and serving.has_symbols
 
     def lacks_smaller(self, call: Call) -> bool:
-        """Whether no capture serves a call in one region, although a call with larger sizes was captured. The last
-        batch of an epoch may be such a call."""
-        if self._terms is None or self.breaks or self.serves_all_sizes(call):
+        """Whether no capture serves a call in one region, although a call with larger sizes was captured: the last
+        batch of an epoch may be such a call. To be asked only where `serves_all_sizes` is False."""
+        if self._terms is None or self._breaks:
             return False
         shapes = tensor_shapes(call)
         if shapes in self._first_shapes or (self.size_bounds.fixed and self._values(shapes) in self._own):
@@ -140,6 +142,7 @@ class Recorder:
         """Drop all plans and emitted code, so that calls are planned again; captured regions stay."""
         for recorded in self._all():
             recorded.forget()
+        self.planner.forget_sizes()
 
     def forget_plans(self, but: Plan | None) -> None:
         """Drop all plans, except `but` if it is for a call in several regions. Captured regions stay, and so does the
@@ -160,31 +163,43 @@ class Recorder:
         for recorded in (self._first, *(own for _, own in self._own.items()), self._broken):
             recorded.use_road(self.road)
 
-    def run(self, in_progress: CallInProgress) -> Any:
-        """Run a call by its plan, which is made if there is none. Raises `BudgetError` where no plan fits, and
-        `CaptureError` where the call cannot be captured."""
-        call = in_progress.call
-        if self._errors and (text := self._errors.get(self._state(call))):
-            raise CaptureError(text)
-        try:
-            reason = self.break_reason(call)
-            if reason is None:
-                try:
-                    return self._by_size(call, RecordedCalls.run, in_progress)
-                except GraphBreak as broken:
-                    check_unbroken(self.model, str(broken))
-                    reason = self._breaks[call_signature(call)] = str(broken)
-            return self.broken.run(in_progress, partial(self._in_regions, call, reason, in_progress.most_between))
-        except (BudgetError, OtherPathTaken, TooManyShapes, EagerCodeTooLargeError):
-            raise
-        except CaptureError as error:
-            self._errors[self._state(call)] = str(error)
-            self._breaks.clear()  # once the model has changed, it may be one region
-            raise
-        except Exception as error:
-            if not stops_recomputation(error):  # an error of the model itself
-                self.forget_errors()
-            raise
+    def run(self, in_progress: CallInProgress, before: CallState) -> Any:
+        """Run a call by its plan, which is made if there is none, and once more where the existing ones do not serve
+        its sizes. `before` is the state before the call. Raises `BudgetError` where no plan fits, and `CaptureError`
+        where the call cannot be captured."""
+        call, outgrown = in_progress.call, ""
+        for _ in range(2):
+            if self._errors and (text := self._errors.get(self._state(call))):
+                raise CaptureError(text)
+            try:
+                reason = self.break_reason(call)
+                if reason is None:
+                    try:
+                        return self._by_size(call, RecordedCalls.run_whole, call, in_progress)
+                    except GraphBreak as broken:
+                        check_unbroken(self.model, str(broken))
+                        reason = self._breaks[call_signature(call)] = str(broken)
+                return self.broken.run(in_progress, partial(self._in_regions, call, reason, in_progress.most_between))
+            except SizeOutgrown as error:
+                outgrown = str(error)
+            except (BudgetError, OtherPathTaken, TooManyShapes, EagerCodeTooLargeError):
+                raise
+            except CaptureError as error:
+                self._errors[self._state(call)] = str(error)
+                self._breaks.clear()  # once the model has changed, it may be one region
+                raise
+            except Exception as error:
+                if not stops_recomputation(error):  # an error of the model itself
+                    self.forget_errors()
+                raise
+            # Outside of the handler, since its exception would keep the forward's tensors alive. A forward writes to
+            # buffers only at its end, so that only the generators have to be undone.
+            set_generators(before.generators, before.device)
+            self.forget()
+        raise CaptureError(
+            f"{outgrown}, though it was planned for this very batch: in eager mode the code computes another size than "
+            "when it is compiled; call memopt.remove(model) to train it plain"
+        )
 
     def planned(self, captured: CapturedCall, call: Call, situation: Situation, plan: Plan) -> None:
         """Make the first run of a call like `call` in this situation use `plan`, which was made before that run."""
@@ -255,12 +270,12 @@ class Recorder:
         with stage("capturing"):
             return self.broken.capture(call, reason, most_between())
 
-    def _by_size(self, call: Call, run: Callable[..., Any], given: Any) -> Any:
-        """The result of `run(recording, given)` for the recording that serves the sizes of a call in one region."""
+    def _by_size(self, call: Call, run: Callable[..., Any], *given: Any) -> Any:
+        """The result of `run(recording, *given)` for the recording that serves the sizes of a call in one region."""
         whole = self._recording_for(call)
         for _ in range(1 + sum([tensor.dim() for tensor in tensors_in(call)])):
             try:
-                result = run(whole, given)
+                result = run(whole, *given)
             except Insists as insists:
                 new = {at: line for at, line in insists.lines.items() if at not in self.size_bounds.fixed}
                 self._fix(call, {at: line for at, line in new.items() if at in self.size_bounds.changed} or new)

@@ -4,7 +4,6 @@ second forward computes gradients that the plan does not compute."""
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +53,7 @@ class Replay:
         differentiated = [one for number, one in tensors.items() if one.requires_grad and number not in only_read]
         self.leaves: Sequence[torch.Tensor] = () if prevented else differentiated
         """The region's inputs that require gradients; empty where there is no second forward."""
-        self.device = device_among(list(tensors.values()))
+        self.device = device_among(list(tensors.values())) if self.before is None else self.before.device
         self.generators = generators_before(self.before, self.device)
         kind = self.device.type
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -268,8 +267,9 @@ class _HandOut(torch.autograd.Function):
         # Detached, because autograd treats returned inputs as views and forbids `loss /= steps` on them. Where outputs
         # share memory it is to forbid that: the others' values would change, but not their gradients.
         outputs = values[: len(positions)]
-        shared = {key for key, users in Counter(map(storage_key, outputs)).items() if users > 1}
-        return tuple([one.view_as(one) if storage_key(one) in shared else one.detach() for one in outputs])
+        keys = list(map(storage_key, outputs))
+        given = zip(outputs, keys, strict=True)
+        return tuple([one.view_as(one) if keys.count(key) > 1 else one.detach() for one, key in given])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -75,7 +75,7 @@ class WeakInputs:
         references = list(inputs)
         for number, one in own.items():
             references[number] = TensorWeakRef(one)
-        return cls(references, list(map(_version, inputs)), {number: _place(one) for number, one in own.items()})
+        return cls(references, _versions(inputs), {number: _place(one) for number, one in own.items()})
 
     def present(self, saved: Callable[[], Iterable[torch.Tensor]]) -> list[Any]:
         """The inputs in order. A tensor that the caller has freed is replaced by one of those that the forward's
@@ -96,11 +96,13 @@ class WeakInputs:
     def have_changed(self, present: Sequence[Any], but: Collection[int] = ()) -> bool:
         """Whether any tensor in `present`, the result of `present()`, has been written to since the region ran, except
         the inputs at the positions `but`."""
-        return any(number not in but and _version(one) != self.versions[number] for number, one in enumerate(present))
+        both = enumerate(zip(_versions(present), self.versions, strict=True))
+        return any(number not in but and now != before for number, (now, before) in both)
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+def _versions(values: Iterable[Any]) -> list[int]:
+    """The `_version` of each value; 0 for those that are not tensors, and for tensors made in inference mode."""
+    return [one._version if isinstance(one, torch.Tensor) and not one.is_inference() else 0 for one in values]
 
 
 def _place(tensor: torch.Tensor) -> object:

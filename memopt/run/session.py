@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
+from operator import attrgetter
 from traceback import clear_frames
 from typing import Any
 
@@ -99,6 +100,9 @@ class Session:
         """The state after the latest call, which `_enter` alone changes."""
         self.forward = self._calls(None)
         self.with_loss = self._calls(options.loss_fn) if options.loss_fn else None
+        self.kinds: tuple[TrainingCalls, ...] = (self.forward, self.with_loss) if self.with_loss else (self.forward,)
+        """The kinds of training calls: of the model alone, and, if the model was optimised with a loss function, with
+        that in the region. `loss` uses the last one."""
         check_terms(self.model, self.forward.planner.terms)
         self.uncompiled: Callable[..., Any] = self.forward
         self._parts, self._log, self._plans_logged = CurrentParts(self.model), PlanningLog(), 0
@@ -114,12 +118,6 @@ class Session:
     def _calls(self, loss_fn: Callable[..., Any] | None) -> TrainingCalls:
         given = loss_fn, self.own_call, self.share, self.accumulation, Keeping(self.resharding, self.sharded)
         return TrainingCalls(self.model, self.options, *given, self._train, self._planning)
-
-    @property
-    def kinds(self) -> tuple[TrainingCalls, ...]:
-        """The kinds of training calls: of the model alone, and, if the model was optimised with a loss function, with
-        that in the region. `loss` uses the last one."""
-        return (self.forward,) if self.with_loss is None else (self.forward, self.with_loss)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._loss_to_come is not None:
@@ -210,32 +208,29 @@ class Session:
         return self.sharded.together(terms) if self.sharded.there else self.parallel.together(terms, ahead=ahead)
 
     def _train(self, calls: TrainingCalls, call: Call) -> Any:
-        """Run a training call: plain if its step fits the budget, else by its plan, which is made if there is none."""
-        with on_device(self.model), _quiet(self._parts.now()):
-            result = self._on_this_rank(calls, call)
+        """Run a training call: unplanned, plain if its step fits the budget, with activation checkpoints, or by its
+        plan, which is made if there is none. If it fails on one rank, it fails on all."""
+        with on_device(self.model), _quiet(parts := self._parts.now()):
+            self.watch.end()
+            self.parallel.look()
+            with self._together(calls):
+                if self.status.state is State.UNPLANNED or calls.plain_calls.runs_again():
+                    result = self._unplanned(calls, call)
+                else:
+                    now = self._begun(calls, call, parts)
+                    if names := modes_of_the_user():
+                        bring_back(self.model)
+                        result = self._within_modes(calls, now, names)
+                    for may_end in () if names else (self._alone, False):
+                        with suppress(LongerPath):  # it is undone, and counted next on the path that it takes
+                            result = self._as_it_fits(calls, replace(now, may_end=may_end))
+                            break
         self.share.returned(call, result, self.status.plan if self.status.state is State.PLANNED else None)
         return result
 
-    def _on_this_rank(self, calls: TrainingCalls, call: Call) -> Any:
-        """Run a training call in a block that fails on all ranks if it fails on one: unplanned, plain, with activation
-        checkpoints or by a plan."""
-        self.watch.end()
-        self.parallel.look()
-        with self._together(calls):
-            if self.status.state is State.UNPLANNED or calls.plain_calls.runs_again():
-                return self._unplanned(calls, call)
-            now = self._begun(calls, call)
-            if names := modes_of_the_user():
-                bring_back(self.model)
-                return self._within_modes(calls, now, names)
-            if self._alone:
-                with suppress(LongerPath):  # it is undone, and counted now on the path that it takes
-                    return self._as_it_fits(calls, replace(now, may_end=True))
-            return self._as_it_fits(calls, now)
-
-    def _begun(self, calls: TrainingCalls, call: Call) -> CallInProgress:
-        """The call that begins now, with its situation and everything else that is on the device."""
-        parts = self._parts.now()
+    def _begun(self, calls: TrainingCalls, call: Call, parts: Parts) -> CallInProgress:
+        """The call that begins now, with its situation and everything else that is on the device. `parts` are those of
+        the model now."""
         gradients = frozenset([id(one) for one in parts.parameters if one.grad is not None])
         calls.forget_without_state(gradients, parts.parameter_ids, self.status.plan)
         calls.planner.optimizer_choice.check_parameters()
@@ -249,7 +244,7 @@ class Session:
         """Run a call in the first way that fits: plain; with activation checkpoints, where such calls were found to fit
         so; by a plan; and finally plain with no reserve for what may follow."""
         recorded, moment = calls.recorded, now.moment
-        served = not recorded.breaks and recorded.serves_all_sizes(now.call)
+        served = recorded.serves_all_sizes(now.call)
         lacks = calls.plain_calls.allowed and not served and recorded.lacks_smaller(now.call)
         fits = calls.plain_calls.step_if_it_fits(now, plans_serve_all=served, lacks_smaller=lacks)
         if fits is not None and fits.step.graph.derived and not fits.fits(moment):
@@ -394,13 +389,13 @@ class Session:
                 calls.planner.screen(now.call, replace(now.situation, other_forwards=now.moment.waiting_bytes))
                 with unseen_by_checkpoints():
                     fails = partial(self._as_plain_fails, calls, now.call)
-                    attempt = partial(calls.run_recorded, now)
+                    attempt = partial(calls.recorded.run, now)
                     result = self._safety_net.run(attempt, inputs, repeat=repeat, as_plain_fails=fails)
                 if not self._looked_for_writes and checkpoint_around() is not None:
                     self._note_written_once()
                 if self.status.plan is not self._shown[0]:
                     self._note_plain_step(calls, now)
-                if calls.recorded.broken.ran_unplanned:
+                if calls.recorded.ran_unplanned:
                     self._run_unplanned_from_now("its forward takes another control-flow path than when it was planned")
                 return result
             except BudgetError as error:
@@ -444,13 +439,7 @@ class Session:
         return calls.plain(*call[0], **call[1])
 
     def _begin(
-        self,
-        calls: TrainingCalls,
-        call: Call,
-        started: float,
-        plan: Plan,
-        situation: Situation,
-        exchanges: int = 0,
+        self, calls: TrainingCalls, call: Call, started: float, plan: Plan, situation: Situation, exchanges: int = 0
     ) -> PendingForward:
         """Register a forward that begins to run by a plan, which thereby becomes the latest plan. `started` is when its
         call began, by `time.perf_counter()`. `exchanges` identifies its collectives (`Emitted.exchanges`), which all
@@ -521,7 +510,7 @@ class Session:
         """Have all calls planned again, with `unforeseen_bytes` of the budget left free."""
         for calls in self.kinds:
             calls.planner.accounts.leave_free(unforeseen_bytes)
-            calls.forget()
+            calls.recorded.forget()
             if self.status.state is State.PLAIN:
                 calls.plain_calls.allocation_failed()
             calls.plain_calls.forget()
@@ -690,13 +679,14 @@ def session_of(model: nn.Module | None) -> Session | None:
     return call if isinstance(call, Session) else session_of(inside_compiled(unwrapped(model)))
 
 
-@contextmanager
-def _quiet(parts: Parts) -> Iterator[None]:
+def _quiet(parts: Parts) -> AbstractContextManager[Any]:
     """A context without torch's warnings of the `.grad` of tensors that are no leaves, if `torch.func.functional_call`
     has put such tensors in the place of parameters."""
-    if all(one.is_leaf for one in parts.parameters):
-        yield
-        return
+    return nullcontext() if all(map(attrgetter("is_leaf"), parts.parameters)) else _without_leaf_warnings()
+
+
+@contextmanager
+def _without_leaf_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield

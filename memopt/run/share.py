@@ -131,24 +131,21 @@ class Share:
         """Search the device for tensors outside of a call that begins now. The bytes found include those that other
         optimised models will hold."""
         counted = self._counted(call)
-        found = self.ledger.look_before_planning(counted)
+        found = counted.ledger.look_before_planning(counted)
         return replace(found, other=found.other + counted.lasting_bytes)
 
     def held_still(self, call: Call) -> AbstractContextManager[None]:
         """A context in which steps of `call` are checked: new allocations, which are copies made for the check, are not
         counted as bytes elsewhere on the device."""
-        return self.ledger.held_still(self._counted(call))
+        counted = self._counted(call)
+        return counted.ledger.held_still(counted)
 
     def latest_elsewhere(self, call: Call) -> int:
         """The bytes that tensors of other code held on the device at the latest search before a call with the same
         number of waiting forwards, less what was freed after that search; or what the user gave as `elsewhere_gb`. The
         device is not searched."""
-        return self.ledger.latest_elsewhere(self._counted(call))
-
-    @property
-    def waiting(self) -> int:
-        """The number of forwards, planned or not, that wait for their backward."""
-        return len(self.entry.all_waiting())
+        counted = self._counted(call)
+        return counted.ledger.latest_elsewhere(counted)
 
     def begin(self) -> int:
         """Record that a forward begins; returns the number of others that wait for their backward."""
@@ -156,7 +153,7 @@ class Share:
         UntilBackward.drop()
         for forward in [one for entry in self.ledger.entries for one in entry.plain_waiting() if one.freed]:
             forward.entry.plain.discard(forward)  # a backward that did not begin at its outputs has freed its graph
-        waiting = self.waiting
+        waiting = len(self.entry.all_waiting())
         self.entry.begin(waiting)
         return waiting
 
@@ -189,14 +186,15 @@ class Share:
         if self.entry.latest is None:
             watch_plain(self.entry, call, tensors)
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
+            ledger = self.ledger
             with as_implemented():
                 differentiated = [tensor for tensor in tensors if tensor.grad_fn is not None]
                 outputs_bytes = distinct_bytes(tensor for tensor in differentiated if tensor.dim())
                 more = outputs_bytes > self.entry.callers_code.returned_bytes or self.entry.given_bytes is None
-                others, before = self._parameters_of_others(), self._others_there or 0
+                others, before = self._parameters_of_others(ledger), self._others_there or 0
                 more, self._others_there = more or others > before + self.entry.notable_bytes, max(before, others)
-                if differentiated and (more or self.ledger.may_look()):
-                    begins_with = tangent_bytes(plan) if plan else 0
+                if differentiated and (more or ledger.may_look()):
+                    begins_with = self.entry.figure("tangent", plan, lambda: tangent_bytes(plan)) if plan else 0
                     UntilBackward.begin(self.entry, differentiated, tensors_in(call), begins_with)
 
     def situation(self, optimizer_choice: OptimizerChoice, parts: Parts | None = None) -> Situation:
@@ -212,7 +210,7 @@ class Share:
         return Situation(
             gradients_held=self.one_by_one or held,
             to_come=self.entry.groups.others_expected if self.one_by_one else 0,
-            meanwhile=0 if self.fixed_bytes is not None else None,
+            meanwhile=0 if self.entry.fixed_bytes is not None else None,
             hooked=frozenset(map(id, hooked)),
             buckets=self.parallel.buckets(),
         )
@@ -239,29 +237,32 @@ class Share:
             return False
         if self.entry.trained and self.entry.groups.done < 2 and moment.others_train:
             return True
-        self.ledger.now(replace(moment, closely=True) if self._others_there is None else moment)
+        moment.ledger.now(replace(moment, closely=True) if self._others_there is None else moment)
         before = self._others_there if self.entry.trained else None
-        return self._parameters_of_others() > (before or 0) + self.entry.notable_bytes
+        return self._parameters_of_others(moment.ledger) > (before or 0) + self.entry.notable_bytes
 
-    def _parameters_of_others(self) -> int:
+    def _parameters_of_others(self, ledger: Ledger) -> int:
         """The bytes of parameters of models that are not optimised, as the latest search of the device found them."""
-        found = self.entry.found.parameters
-        optimised = [one.model.parameters() for one in self.ledger.others_training(self.entry)] if found else ()
+        if not (found := self.entry.found.parameters):
+            return 0
+        optimised = [one.model.parameters() for one in ledger.others_training(self.entry)]
         return max(0, found - distinct_bytes(parameter for parameters in optimised for parameter in parameters))
 
     def for_other_models(self, moment: Moment) -> int | None:
         """The bytes to leave free for steps of other models between the forward of a call and its backward. None where
         it is not known yet what other models need, or how many forwards of this model wait at once. Before the first
         backward, any model on the device may run in between, as a teacher does."""
-        entry, ledger = self.entry, self.ledger
+        entry, ledger = self.entry, moment.ledger
         if self.others_may_run(moment):
             return None
         others = ledger.others_training(entry)
-        if not ledger.knows(entry) or moment.waiting > entry.groups.others_expected:
+        if (others and not ledger.knows(entry)) or moment.waiting > entry.groups.others_expected:
             return None
+        if not others:
+            return 0
         seen = [overlap for overlap in entry.overlaps if not overlap.begun_before]
-        intervening = ledger.intervening_backward_bytes(entry) if others else 0
-        if not others or not seen or (needs := entry.step_bytes) is None:
+        intervening = ledger.intervening_backward_bytes(entry)
+        if not seen or (needs := entry.step_bytes) is None:
             return intervening
         return max(intervening, self._shared("meanwhile", moment, seen, needs, needs.least_held, needs.held))
 
@@ -283,7 +284,7 @@ class Share:
         recomputed. The earlier result for the same `when` and kind of moment is returned while it is about right, so
         that small changes need no new plans."""
         budget = self.entry.budget_bytes
-        elsewhere = self.ledger.latest_elsewhere(moment) + moment.lasting_bytes + moment.waiting_bytes
+        elsewhere = moment.ledger.latest_elsewhere(moment) + moment.lasting_bytes + moment.waiting_bytes
         room = budget - needs.lasting - elsewhere
         found, before = room_for_others(seen, own_least, own_most, room), self._left.get((when, moment.kind))
         if before is None or not found <= before <= found + budget // _ABOUT:
@@ -294,23 +295,24 @@ class Share:
     def _counted(self, call: Call, *kind: object) -> Moment:
         """The moment at which a call begins, with the bytes that are counted already: its inputs, the copies by which
         it can be undone, and what waiting forwards hold and returned. `kind` has further parts of `Moment.kind`."""
-        ledger, waiting = self.ledger, self.waiting
+        ledger, waiting = self.ledger, self.entry.all_waiting()
         others = [other for other in ledger.entries if other is not self.entry]
         bucket_bytes, buckets = self.parallel.bucket_memory()
         lasting, now = ledger.lasting(self.entry)
         return Moment(
             self.entry,
-            (waiting, sum([len(other.waiting()) for other in others]), *kind),
+            ledger,
+            (len(waiting), sum([len(other.waiting()) for other in others]), *kind),
             tuple(tensors_in(call)),
-            waiting,
-            self.entry.held_bytes,
+            len(waiting),
+            sum([forward.held_bytes for forward in waiting]),
             sum([other.held_bytes for other in others]),
             lasting,
             sum([tensor.nbytes for tensor in now]),
             addresses=lambda: ledger.addresses(self.entry),
             bucket_bytes=bucket_bytes,
             buckets=buckets,
-            hidden_bytes=sum(one.hidden_bytes() for entry in ledger.entries for one in entry.waiting()),
+            hidden_bytes=sum([one.hidden_bytes() for entry in ledger.entries for one in entry.waiting()]),
         )
 
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
@@ -346,7 +348,7 @@ class Share:
         Raises `BudgetError` where a waiting forward would then have too little room for its backward. What takes the
         room are the gradients that the new forward's backward leaves; for a waiting plain forward, also what the new
         forward holds."""
-        held, waiting, lacking = plan.held_bytes, self.waiting, 0
+        held, waiting, lacking = plan.held_bytes, len(self.entry.all_waiting()), 0
         if waiting:
             wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left())
             lacking = wanted - self._room_beside(call)
@@ -418,7 +420,8 @@ class Share:
         """The bytes of the budget that the step of a waiting plain forward leaves free while another call begins, if it
         were the only one that waits. Its own inputs are then found elsewhere too, and are counted once."""
         held = _have_gradients(parameters_in(modules_of(self.model)))
-        elsewhere = self.ledger.now(self._counted(call, held)).beside(forward.account)
+        counted = self._counted(call, held)
+        elsewhere = counted.ledger.now(counted).beside(forward.account)
         given = {one.address for one in weak_storages(tensors_in(call))}
         own = sum(one.nbytes for one in forward.given if one.address not in given)
         return forward.room_bytes - self.entry.later_bytes - max(0, elsewhere - own)

@@ -18,7 +18,6 @@ from memopt.compat.tensors import special_kind, storage_key
 from memopt.device.storages import storage_bytes
 from memopt.errors import BudgetError, without_frames
 from memopt.lru import LruCache
-from memopt.planning.plan import Plan
 from memopt.run.executable import Executable
 
 
@@ -178,11 +177,9 @@ class PlansBySize:
         self._refused: LruCache[Sizes, BudgetError] = LruCache(_MOST)
         self._lost_seconds: LruCache[Sizes, float] = LruCache(_MOST)
 
-    def __contains__(self, ceiling: Sizes) -> bool:
-        return ceiling in self._emitted
-
-    def __getitem__(self, ceiling: Sizes) -> Executable:
-        return self._emitted[ceiling]
+    def get(self, ceiling: Sizes) -> Executable | None:
+        """The plan for sizes up to `ceiling`, with its code; None where there is none."""
+        return self._emitted.get(ceiling)
 
     def add(self, ceiling: Sizes, emitted: Executable, seconds: float) -> None:
         """Store a plan for sizes up to `ceiling` that took `seconds` to make."""
@@ -211,7 +208,7 @@ class PlansBySize:
         if not plans:
             return None
         best = min(plans, key=lambda ceiling: plans[ceiling].plan.added_time)
-        smaller = self._worth_planning(best, sizes, {ceiling: emitted.plan for ceiling, emitted in plans.items()})
+        smaller = self._worth_planning(best, sizes, plans)
         return best if smaller is None else smaller
 
     def best(self, sizes: Sizes) -> Executable | None:
@@ -221,8 +218,8 @@ class PlansBySize:
     def _covering(self, sizes: Sizes) -> dict[Sizes, Executable]:
         return {ceiling: emitted for ceiling, emitted in self._emitted.items() if covers(ceiling, sizes)}
 
-    def _worth_planning(self, best: Sizes, sizes: Sizes, plans: Mapping[Sizes, Plan]) -> Sizes | None:
-        plan = plans[best]
+    def _worth_planning(self, best: Sizes, sizes: Sizes, plans: Mapping[Sizes, Executable]) -> Sizes | None:
+        plan = plans[best].plan
         if plan.added_time <= _NEGLIGIBLE or len(self._emitted) >= _MOST_WITH_SMALLER:
             return None
         smaller = _smaller(max(plans, key=math.prod), sizes)

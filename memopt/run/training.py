@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from memopt.capture.author_modes import CallerModes
-from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
 from memopt.capture.inputs import Call, on_meta
@@ -41,7 +40,6 @@ from memopt.run.sharding import Keeping
 from memopt.run.share import Share
 from memopt.saved_values import set_generators
 from memopt.solver import SolverError
-from memopt.training_state import CallState
 from memopt.units import size
 from passes import PassError
 
@@ -87,24 +85,6 @@ class TrainingCalls:
         """Run the plain model's forward, and its loss function if there is one."""
         own: Any = self.own_call or plain_call(self.model)
         return plain_loss_call(self.model, self.loss_fn, self.planner.optimizer_choice.floats, own)(*args, **kwargs)
-
-    def run_recorded(self, in_progress: CallInProgress, before: CallState) -> Any:
-        """Run a call by its plan, with new plans where the existing ones do not serve its sizes. `before` is the state
-        before the call. Raises `BudgetError` where no plan fits, `CaptureError` where the call cannot be captured."""
-        reason = ""
-        for _ in range(2):
-            try:
-                return self.recorded.run(in_progress)
-            except SizeOutgrown as outgrown:
-                reason = str(outgrown)
-            # Outside of the handler, since its exception would keep the forward's tensors alive. A forward writes to
-            # buffers only at its end, so that only the generators have to be undone.
-            set_generators(before.generators, before.device)
-            self.forget()
-        raise CaptureError(
-            f"{reason}, though it was planned for this very batch: in eager mode the code computes another size than "
-            "when it is compiled; call memopt.remove(model) to train it plain"
-        )
 
     def fitting_within_modes(self, names: str, now: CallInProgress) -> CountedStep | None:
         """The `CountedStep` of a call within the user's dispatch modes `names`. Dynamo captures nothing there, so that
@@ -214,11 +194,6 @@ class TrainingCalls:
         `earlier` is called again, it captures anew."""
         self.planner.share_graphs(earlier.planner)
         self.recorded.take(earlier.recorded)
-
-    def forget(self) -> None:
-        """Drop all plans and emitted code, so that calls are planned again; captured regions stay."""
-        self.recorded.forget()
-        self.planner.forget_sizes()
 
     def forget_without_state(self, gradients: frozenset[int], parameters: frozenset[int], latest: Plan | None) -> None:
         """Drop the plans, except `latest`, if parameters have a gradient for the first time, from a call or from code

@@ -57,7 +57,7 @@ class UntilBackward:
         self._begin_mark, self._freed_mark, self._end_mark = next(_MARKS), next(_MARKS), next(_MARKS)
         self._freed_bytes = 0
         """What the forward freed at the beginning of its backward (`_check`)."""
-        self._loss_is_outside = any(output.dim() for output in outputs)
+        self._loss_is_outside = any(map(torch.Tensor.dim, outputs))
         self._returned_bytes = distinct_bytes(outputs)
         self._begins_with = max(self._returned_bytes, tangent_bytes)
         self._outputs, self._given = tuple(weak_storages(outputs)), tuple(weak_storages(given))
@@ -102,8 +102,10 @@ class UntilBackward:
     def drop(cls) -> None:
         """Stop observing the latest forward, as another one begins. If its backward has not begun, nothing is recorded
         for it."""
+        if cls._running is None:
+            return
         backward_starts(None)
-        if cls._running is not None and not cls._running.ended:
+        if not cls._running.ended:
             cls._running.entry = lambda: None
         cls._running = None
 
@@ -119,21 +121,22 @@ class UntilBackward:
         if seen is None or entry is None:
             return
         nodes, ends = graph_until(roots, lambda node: _RETURNED in node.metadata)
-        if not any(node.metadata[_RETURNED]() is seen for node in ends):
+        if seen not in [node.metadata[_RETURNED]() for node in ends]:
             return
         backward_starts(None)
-        if device_of(entry.device).is_host:
+        device = entry.device
+        if device_of(device).is_host:
             edges = [edge for node in nodes for edge, _ in node.next_functions]
             leaves = {edge.variable for edge in edges if hasattr(edge, "variable")}
-            given = distinct_bytes(leaves & set(entry.model.parameters()))
-            entry.given_bytes = max(entry.given_bytes or 0, given)
+            given = leaves and leaves & set(entry.model.parameters())
+            entry.given_bytes = max(entry.given_bytes or 0, distinct_bytes(given) if given else 0)
         if not seen._loss_is_outside:
             return
-        own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], entry.device)
+        own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], device)
         counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
         returned = {storage.address: storage.nbytes for storage in seen._outputs}
         freed = max(0, seen._returned_bytes - sum(returned.values()))
-        saved, in_forward, in_backward = held_bytes(roots, nodes, entry.device, counted)
+        saved, in_forward, in_backward = held_bytes(roots, nodes, device, counted)
         if not seen._seen.metered or seen._begins_with > seen._seen.returned_bytes:
             seen._seen.note(max(in_forward, in_backward - freed), seen._begins_with)
         copied = in_forward - saved  # kernels may copy what they read and write

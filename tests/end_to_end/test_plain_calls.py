@@ -163,7 +163,10 @@ def test_the_count_leaves_no_trace() -> None:
     call = session_of(model)
     assert call is not None
     forward = call.forward
-    situation, moment = forward.share.situation(forward.planner.optimizer_choice), Moment(forward.share.entry)
+    situation, moment = (
+        forward.share.situation(forward.planner.optimizer_choice),
+        Moment(forward.share.entry, forward.share.ledger),
+    )
     now = begun_call(moment, ((), batch), situation)
     assert forward.plain_calls.step_if_it_fits(now, plans_serve_all=True) is not None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -312,7 +315,7 @@ def test_clones_that_ddp_returns_are_counted() -> None:
     rooms = []
     for clones in (False, True):
         situation = Situation(buckets=Buckets(1000, clone_outputs=clones))
-        now = begun_call(Moment(forward.share.entry), call, situation)
+        now = begun_call(Moment(forward.share.entry, forward.share.ledger), call, situation)
         fits = forward.plain_calls.step_if_it_fits(now, plans_serve_all=True)
         assert fits is not None
         rooms.append(fits.room_bytes)

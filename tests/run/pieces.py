@@ -15,7 +15,8 @@ from memopt.planning.options import check_options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.run.call_in_progress import CallInProgress
-from memopt.run.ledger import Moment
+from memopt.run.entry import Entry
+from memopt.run.ledger import Ledger, Moment
 from memopt.run.session import Session
 from memopt.run.training import TrainingCalls
 
@@ -38,6 +39,11 @@ class Blocks(nn.Module):
         if self.breaks:
             torch._dynamo.graph_break()
         return self.half(x, 2).pow(2).mean()
+
+
+def moment_of(entry: Entry, **fields: Any) -> Moment:
+    """A moment of the entry's model, in the ledger of its device."""
+    return Moment(entry, Ledger.of(entry), **fields)
 
 
 def begun_call(

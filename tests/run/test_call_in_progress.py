@@ -14,9 +14,8 @@ from memopt.planning.terms import Situation
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.entry import Entry
 from memopt.run.executable import Executable
-from memopt.run.ledger import Moment
 from tests.planned import ACCOUNT, captured, make_plan, region
-from tests.run.pieces import begun_call
+from tests.run.pieces import begun_call, moment_of
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def plan() -> Plan:
 
 
 def in_progress(waiting_bytes: int, begun: list[Any]) -> CallInProgress:
-    moment = Moment(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1, waiting_bytes=waiting_bytes, closely=True)
+    moment = moment_of(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1, waiting_bytes=waiting_bytes, closely=True)
     return begun_call(moment, begin=lambda *given: begun.append(given))
 
 
@@ -67,7 +66,7 @@ def test_a_plan_for_another_situation_serves_where_it_fits(
 
 
 def test_a_plan_made_beside_far_more_does_not_serve(plan: Plan) -> None:
-    much, moment = plan.budget_bytes // 2, Moment(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1)
+    much, moment = plan.budget_bytes // 2, moment_of(Entry(nn.Linear(1, 1), 10**6, 0), waiting=1)
     beside = replace(plan, account=replace(plan.account, other_forwards=much))
     assert moment.still_fits(beside, Situation(other_forwards=much))
     slow = replace(beside, added_seconds=0.5 * plan.step_seconds)
@@ -104,7 +103,7 @@ def test_nothing_takes_the_place_of_the_optimizers_state_on_a_card(plan: Plan) -
     """What a forward allocates there, such as copies of inputs that may be changed, its backward would refuse."""
     tight = replace(plan, budget_bytes=plan.ceiling_bytes)
     on_card = replace(tight, account=replace(plan.account, context=1))
-    moment = Moment(Entry(nn.Linear(1, 1), plan.budget_bytes, 0))
+    moment = moment_of(Entry(nn.Linear(1, 1), plan.budget_bytes, 0))
     assert moment.left_before_state(tight) == plan.account.optimizer_state
     assert moment.left_before_state(on_card) == moment.entry.state_to_come(on_card, 0, 0) == 0
 
@@ -113,7 +112,7 @@ def test_a_refusal_beside_kept_outputs_is_remembered_and_holds_no_frame(plan: Pl
     """Else what a step returned stays until garbage is collected, and each step searches for a plan again."""
     roomy, asked = replace(plan, budget_bytes=10 * plan.budget_bytes), []
     kept = plan.budget_bytes
-    moment = Moment(Entry(nn.Linear(1, 1), plan.budget_bytes, 0), kept_outputs=kept, closely=True)
+    moment = moment_of(Entry(nn.Linear(1, 1), plan.budget_bytes, 0), kept_outputs=kept, closely=True)
 
     def make(situation: Situation, advise: bool) -> Executable:
         asked.append(situation)

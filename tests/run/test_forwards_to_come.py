@@ -14,9 +14,9 @@ import memopt
 from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.run.entry import Entry
-from memopt.run.ledger import Moment
 from memopt.run.road import Road
 from tests.elsewhere import counted
+from tests.run.pieces import moment_of
 
 __all__ = ["counted"]
 
@@ -61,13 +61,13 @@ def test_a_solver_that_calls_its_model_often_trains_in_half_at_once() -> None:
 
 def test_as_many_forwards_again_are_expected_beyond_the_known_ones() -> None:
     entry = Entry(nn.Linear(1, 1), 1000)
-    assert [Moment(entry, waiting=waiting).beyond_expected for waiting in range(6)] == [0, 0, 0, 3, 4, 5]
+    assert [moment_of(entry, waiting=waiting).beyond_expected for waiting in range(6)] == [0, 0, 0, 3, 4, 5]
     for waiting in range(5):
         entry.begin(waiting)
     entry.begin(0)
     assert entry.groups.done == 1
     assert entry.groups.others_expected == 4
-    assert [Moment(entry, waiting=waiting).beyond_expected for waiting in range(6)] == [0, 0, 0, 0, 0, 5]
+    assert [moment_of(entry, waiting=waiting).beyond_expected for waiting in range(6)] == [0, 0, 0, 0, 0, 5]
 
 
 def test_further_forwards_hold_as_much_as_after_one_that_held_no_less_than_the_first_one() -> None:

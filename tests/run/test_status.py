@@ -96,9 +96,9 @@ def test_calls_with_and_without_the_loss_function_wait_in_one_place() -> None:
     session = session_for(make(), loss_fn=lambda output, target: output * target)
     x = torch.randn(64, 32)
     first = session.forward(x)
-    assert session.share.waiting == 1
+    assert len(session.share.entry.all_waiting()) == 1
     second = session.loss((x, torch.ones(())))
-    assert session.share.waiting == 2
+    assert len(session.share.entry.all_waiting()) == 2
     (first + second).backward()
-    assert session.share.waiting == 0
+    assert len(session.share.entry.all_waiting()) == 0
     assert session.status.state is State.PLANNED

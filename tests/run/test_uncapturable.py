@@ -41,13 +41,13 @@ class Closed(nn.Module):
 
 def test_refused_without_a_second_capture_until_the_model_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[int] = []
-    own = RecordedCalls.run
+    own = RecordedCalls.run_whole
 
     def run(calls: RecordedCalls, *given: Any) -> Any:
-        captures.extend([1] * calls.whole)
+        captures.append(1)
         return own(calls, *given)
 
-    monkeypatch.setattr(RecordedCalls, "run", run)
+    monkeypatch.setattr(RecordedCalls, "run_whole", run)
     model = memopt.optimize(Closed().train(), 1.0, **EXACT)
     texts = set()
     for _ in range(3):
