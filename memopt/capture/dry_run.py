@@ -25,9 +25,9 @@ from memopt.capture.between import (
 )
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import Observed, is_real, observing
-from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamic_shapes import together
 from memopt.capture.dynamo import Backend, GraphBreak, in_brief_with_line, may_run_other_regions, short_path
+from memopt.capture.dynamo_graph import forward_of
 from memopt.capture.inner_outputs import InnerOutputs
 from memopt.capture.region import RecordedRegion
 from memopt.compat.autograd import has_node

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.caller_modes import autocast_is_on
 from memopt.capture.inputs import Call, batch_call, check_device, copied, tensors_in
 from memopt.checks.comparison import Comparison, differences_of
 from memopt.checks.measured_step import MeasuredStep, autocast_step, first_run, measured, optimised, scaled

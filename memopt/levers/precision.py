@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.caller_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware

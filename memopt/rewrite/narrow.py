@@ -10,8 +10,8 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.blocks import traced_from
+from memopt.capture.caller_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph
 from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.storages import storage_bytes

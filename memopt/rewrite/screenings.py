@@ -13,13 +13,13 @@ from torch import fx, nn
 
 from memopt.account.account import distinct_bytes
 from memopt.account.eager_bytes import EagerBytes
-from memopt.capture.author_modes import CallerModes, Untraceable
 from memopt.capture.between import Between, stand_in
+from memopt.capture.caller_modes import CallerModes
 from memopt.capture.data_sizes import is_real, new_symbols
-from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamo import CallStopped, GraphBreak, compile_call, in_brief, training_call
+from memopt.capture.dynamo_graph import forward_of
 from memopt.capture.inputs import Call, call_signature, tensors_in
-from memopt.capture.operators import Decide, OperatorGraph, Rewriting
+from memopt.capture.operators import Decide, OperatorGraph, Rewriting, Untraceable
 from memopt.capture.region import RecordedRegion
 from memopt.compat.operators import plain_tensors
 from memopt.rewrite.policy import PrecisionPlan

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.caller_modes import autocast_is_on
 from memopt.capture.captured_call import CapturedCall
-from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamo import in_brief
+from memopt.capture.dynamo_graph import forward_of
 from memopt.capture.joint import JointGraph
-from memopt.capture.operators import Decide, OperatorGraph, Operators, Rewriting, check_needed, to_differentiate
+from memopt.capture.operators import (
+    Decide,
+    OperatorGraph,
+    Operators,
+    Rewriting,
+    Untraceable,
+    check_needed,
+    to_differentiate,
+)
 from memopt.capture.region import RecordedRegion
 from memopt.capture.trace import RegionTrace, autocast_to, differentiate
 from memopt.compat.fakes import fresh_fakes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
-from memopt.capture.author_modes import CallerModes
+from memopt.capture.caller_modes import CallerModes
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import MARGIN
 from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes

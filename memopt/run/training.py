@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.author_modes import CallerModes
+from memopt.capture.caller_modes import CallerModes
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
