@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from memopt.capture.between import CrossedByDerivative
 from memopt.capture.dynamo_graph import result_values
 from memopt.compat.autograd import (
     Addition,
@@ -29,8 +28,14 @@ from memopt.compat.autograd import (
     runs_node,
 )
 from memopt.compat.hooks import defer_hooks
-from memopt.errors import UnplannedGradientError
+from memopt.errors import CaptureError, UnplannedGradientError
 from passes.graphs.node_facts import graph_results
+
+
+class CrossedByDerivative(CaptureError):
+    """Raised where eager code needs a derivative through a region that the region's backward cannot give: gradients of
+    gradients (`create_graph=True`), or the gradient of an output from which the region computes other outputs. The
+    message is how a refusal goes on after the reason for a graph break and "and it"."""
 
 
 def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from memopt.capture.between import EagerCodeBytes, Passed
 from memopt.capture.caller_modes import autocast_is_on
-from memopt.capture.captured_call import CapturedCall, RegionRun
+from memopt.capture.captured_call import CapturedCall, EagerCodeBytes, Passed, RegionRun
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import DecideJoint, Operators

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from memopt.account.account import Account
 from memopt.account.breakdown import ANY_LINK
-from memopt.capture.between import Passed
+from memopt.capture.captured_call import Passed
 from memopt.lru import LruCache
 from memopt.price.priced_graph import PricedGraph, PricedParameterStep
 from memopt.solver import (

@@ -221,7 +221,7 @@ class Options:
     backend: Backend = field(metadata=_given("auto", _one_of("backend", BACKENDS)))
     outputs: Outputs = field(metadata=_given("loss", _one_of("outputs", OUTPUTS)))
     dynamic: Any = field(metadata=_given(None))
-    """The sizes that change between batches, as the user declares them: see `memopt.capture.dynamic_shapes`."""
+    """The sizes that change between batches, as the user declares them: see `memopt.capture.inputs.declared_sizes`."""
     passes: tuple[Pass, ...] = field(metadata=_given((), _check_passes))
     """The user's own passes, in the order in which they run."""
     solvers: tuple[Solver, ...] = field(metadata=_given((), _check_solvers))

@@ -15,7 +15,7 @@ from torch import fx
 
 from memopt.account.account import Account
 from memopt.account.sharded import Sharding
-from memopt.capture.between import EagerCodeBytes, Passed
+from memopt.capture.captured_call import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting

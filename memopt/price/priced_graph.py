@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from memopt.account.breakdown import EAGER
-from memopt.capture.between import EagerCodeBytes
+from memopt.capture.captured_call import EagerCodeBytes
 from memopt.device.storages import Storages, find_storages, is_mutation, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
 from memopt.solver.problem import BlockCall

@@ -13,9 +13,9 @@ from torch import fx, nn
 
 from memopt.account.account import distinct_bytes
 from memopt.account.eager_bytes import EagerBytes
-from memopt.capture.between import Between, stand_in
 from memopt.capture.caller_modes import CallerModes
 from memopt.capture.data_sizes import is_real, new_symbols
+from memopt.capture.dry_run import Between, stand_in
 from memopt.capture.dynamo import CallStopped, GraphBreak, compile_call, in_brief, training_call
 from memopt.capture.dynamo_graph import forward_of
 from memopt.capture.inputs import Call, call_signature, tensors_in

@@ -8,9 +8,8 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
 from memopt.capture.caller_modes import CallerModes
-from memopt.capture.captured_call import CapturedCall, RegionRun
+from memopt.capture.captured_call import CapturedCall, RegionRun, known_places, together, with_eager_bytes
 from memopt.capture.data_sizes import MARGIN
-from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes
 from memopt.capture.inputs import Call, call_kind, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting

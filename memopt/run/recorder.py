@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import is_real
-from memopt.capture.dry_run import cannot_capture
-from memopt.capture.dynamic_shapes import Place, declared_sizes
+from memopt.capture.dry_run import EagerCodeTooLargeError, cannot_capture
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line
-from memopt.capture.inputs import Call, call_signature, leaf_name, tensors_in, with_zeros
+from memopt.capture.inputs import Call, Place, call_signature, declared_sizes, leaf_name, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.compat.autograd import stops_recomputation
 from memopt.errors import BudgetError, CaptureError

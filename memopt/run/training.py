@@ -16,9 +16,8 @@ from torch import nn
 
 from memopt.capture.caller_modes import CallerModes
 from memopt.capture.data_sizes import SizeOutgrown
-from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
-from memopt.capture.inputs import Call, on_meta
+from memopt.capture.inputs import Call, at_largest, on_meta
 from memopt.compat.modules import plain_call
 from memopt.compat.operators import without_modes
 from memopt.emit.gradients import Accumulation
