@@ -35,8 +35,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 import memopt
 from benchmarks.real_models import VIT, integers
 from benchmarks.stamp import stamp, write_result
-from memopt.account.account import Account
-from memopt.account.breakdown import breakdown
+from memopt.account.account import Account, breakdown
 from memopt.device import hardware
 from memopt.errors import GIB, BudgetError
 from memopt.levers import DEFAULT_LEVERS, OPTIMIZER_LEVERS, levers_named

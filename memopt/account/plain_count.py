@@ -10,8 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, ValueIsRead, WorkspaceUnknown
-from memopt.account.uncomputed_bytes import UncomputedBytes
+from memopt.account.eager_bytes import (
+    EagerBytes,
+    RealBytes,
+    TensorsTooLarge,
+    UncomputedBytes,
+    ValueIsRead,
+    WorkspaceUnknown,
+)
 from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
 from memopt.capture.on_fakes import replaced_parameters

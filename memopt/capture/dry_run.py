@@ -262,7 +262,6 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
 _NOTHING_CAPTURED = (
     ", and torch.compile captures nothing of a function with such a line in a loop: move the loop into its own function"
 )
-
 RUN_UNPLANNED = "change the model there, or add 'plain' to allow to run it unplanned"
 """The mend that the message of a `CaptureError` ends with; the command line, which runs nothing, names another."""
 

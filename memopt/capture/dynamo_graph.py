@@ -36,7 +36,6 @@ from passes.graphs.node_facts import graph_results
 
 AUTHOR_CHECKPOINT = "memopt_author_checkpoint"
 """The entry of `node.meta["custom"]` that marks what the author computes under `torch.utils.checkpoint`."""
-
 _DRAWS = ("dropout", "bernoulli", "rand", "multinomial", "normal", "uniform")
 """Parts of the names of functions that draw random numbers."""
 
@@ -210,7 +209,6 @@ class _WatchingSizes(fx.Interpreter):
 
 _OUT_OF_PLACE = "its gates are computed out of place, which rounds in another way"
 
-
 DEPARTURES: Mapping[str, str] = {
     "lstm": "it runs as the operators of its cells, while oneDNN's single operator sums in another order",
     "gru": _OUT_OF_PLACE,
@@ -221,21 +219,17 @@ DEPARTURES: Mapping[str, str] = {
 }
 """For each operator of torch, by name, why its traced form departs from eager mode."""
 
-
 BITS_DEPART = "does not give the same bits as in eager mode"
-
 
 BUFFERS_WRITTEN_ONCE = (
     "buffers that are written inside of torch.utils.checkpoint are written once a step; in eager mode the block runs "
     "again in the backward and writes them twice (running statistics of BatchNorm move twice as far)"
 )
 
-
 ATTRIBUTES_BEFORE_BLOCKS = (
     f"torch.utils.checkpoint {BITS_DEPART}: an attribute such as x.mT that the block reads from its input x is "
     "computed before the block, so that the gradients of x are summed in another order"
 )
-
 
 BETWEEN_REGIONS = (
     "gradients that pass from one region to another may round otherwise than in eager mode: a region takes them in "

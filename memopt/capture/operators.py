@@ -272,9 +272,7 @@ def _take_marks(graph: fx.Graph) -> frozenset[str]:
 
 aten = torch.ops.aten
 AUTHOR_AUTOCAST = "memopt_author_autocast"
-
 _REGISTER_HOOK = "register_hook"
-
 _VIEWS_IN_PLACE = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 
 

@@ -87,7 +87,6 @@ def _without_missing(module: fx.GraphModule, runs: Sequence[BlockRun]) -> fx.Gra
 _OF_OPERATORS = frozenset({"nn_module_stack", "source_fn_stack", "stack_trace"})
 """The entries of `meta` that a traced node takes over from the operator that it was traced from; those of nodes of the
 backward have "fwd_" in front."""
-
 _NAME = re.compile(r"(.*?_?)(\d+)$")
 
 

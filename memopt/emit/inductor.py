@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memopt.capture.joint import JointGraph
-from memopt.capture.trace import not_compiled
+from memopt.capture.joint import JointGraph, not_compiled
 from memopt.compat.inductor import (
     NO_CUDA_GRAPHS,
     InductorFailed,

@@ -21,11 +21,10 @@ from memopt.capture.data_sizes import DataSizes, Observed, is_real, match, new_s
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo_graph import BETWEEN_REGIONS, departures, is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
-from memopt.capture.joint import JointGraph
+from memopt.capture.joint import JointGraph, accumulating, autocast_to, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.capture.on_fakes import ParameterCast, capture_on_fakes
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import RecordedRegion
-from memopt.capture.trace import accumulating, autocast_to, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.compat.tensors import is_wrapper, special_kind, storage_key
 from memopt.errors import BudgetError, CaptureError
 from memopt.levers.decided_elsewhere import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, RECOMPUTE, offload_link

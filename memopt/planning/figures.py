@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from memopt.account.account import Account
-from memopt.account.breakdown import Breakdown, breakdown
+from memopt.account.account import Account, Breakdown, breakdown
 from memopt.errors import GIB
 from memopt.levers.decided_elsewhere import (
     EXPANDABLE_SEGMENTS,
@@ -28,7 +27,7 @@ from memopt.planning.plan import CAPTURE, PLAIN_STEP, Plan, PlanSource, ReceiptR
 from memopt.planning.planner import Request, least_on_card, recipes, smallest, solve_with_steps, step_peak_bytes
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.schedule_parts import RegionSchedule, decision_rows, held_after_forward, module_rows
-from memopt.price.node_prices import host_seconds
+from memopt.price.price import host_seconds
 from memopt.progress import stage
 from memopt.solver import OffloadSolution, Schedule, Solution, floor_bytes, simulate, warm_up
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK
+from memopt.account.account import ANY_LINK, Account
 from memopt.capture.captured_call import Passed
 from memopt.lru import LruCache
 from memopt.price.priced_graph import PricedGraph, PricedParameterStep

@@ -12,7 +12,7 @@ from itertools import cycle
 
 import torch
 
-from memopt.account.account import Account
+from memopt.account.account import Account, breakdown
 from memopt.account.allocator_replay import (
     AllocatorPeaks,
     Spare,
@@ -21,7 +21,6 @@ from memopt.account.allocator_replay import (
     replay_with_spare,
     step_ways,
 )
-from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import SMALL_BYTES, CardFullError
 from memopt.account.card_state import CardState, Kind, rounded_bytes
 from memopt.compat.host import HOST

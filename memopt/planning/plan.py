@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import torch
 from torch import fx
 
-from memopt.account.account import Account
-from memopt.account.breakdown import Breakdown
+from memopt.account.account import Account, Breakdown
 from memopt.disk_cache import LIVE
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep

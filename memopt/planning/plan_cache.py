@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memopt.account.account import Account
-from memopt.account.breakdown import breakdown
+from memopt.account.account import Account, breakdown
 from memopt.compat.ddp import shared_store
 from memopt.disk_cache import as_json, cache_folder, opened, read_json, sealed, value_from, warn_not_kept, write_json
 from memopt.planning.figures import recounted

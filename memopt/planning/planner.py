@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from memopt.account.account import Account
-from memopt.account.breakdown import breakdown
+from memopt.account.account import Account, breakdown
 from memopt.errors import GIB, BudgetError, as_text_has_it
 from memopt.planning.frontier import Recipe
 from memopt.planning.joined import Joined, solve_stepping

@@ -27,9 +27,8 @@ from memopt.lru import LruCache
 from memopt.optimizers import Stepping
 from memopt.planning.cluster import exchange_prices, reductions_of
 from memopt.planning.joined import Joined, join, with_meanwhile
-from memopt.price.node_prices import is_scheduled, price_nodes
-from memopt.price.price import price
-from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph, hostable, with_eager
+from memopt.price.price import is_scheduled, price, price_nodes
+from memopt.price.priced_graph import GraphUse, NodePrice, PricedGraph, hostable, with_eager
 from memopt.solver import Link, Solver
 from memopt.units import size
 from passes.graphs.node_facts import graph_results, is_random, is_tangent
@@ -312,14 +311,14 @@ def _priced_region(
             least_moved_bytes=least_moved if settings.activations else sys.maxsize,
             hosted=settings.hosted,
             block_bytes=device_of(settings.hardware).block_bytes,
-            steps=_steps(traced, settings.stepping, region, left),
             reuses=region.reuses if reinplace else (),
             released=region.released,
-            passed_on=_passed_on(traced, number),
             overwritten=region.overwritten,
             decisions=traced.decisions(number, settings.hardware),
             reductions=reductions_of(sharded, region, accumulating=settings.accumulating) if sharded else (),
             receivers=region.receivers if region.places else None,
+            **_steps(traced, settings.stepping, region, left),
+            **_exchanged(traced, number),
         )
         priced = price(
             region.module, region.forward_outputs, traced.node_prices(number, settings, as_seen=as_seen), use
@@ -341,28 +340,30 @@ def _inputs(traced: TracedStep, *, as_seen: bool) -> tuple[tuple[int, ...], tupl
     return tuple(given), tuple(trained)
 
 
-def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
-    """A region's results that other code reads, and inputs that are others' outputs; None for a single region."""
+def _exchanged(traced: TracedStep, number: int) -> dict[str, Any]:
+    """What one of several regions exchanges with other code, as fields of `GraphUse`; none for the only region."""
     if not traced.passed:
-        return None
+        return {}
     region, passed = traced.regions[number], traced.passed[number]
     (results,) = region.trace.region.graph_module.graph.output_node().args
     outputs = passed.outputs if len(results) == region.forward_outputs else frozenset()
     gradients = {region.forward_outputs + given for given in passed.gradients}
     # Where tensor subclasses are unwrapped, the numbers of the graph's inputs are others.
     given = () if region.places else tuple(passed.given)
-    return PassedOn(outputs | gradients, tuple(passed.forward_only), given)
+    return {"passed_on": outputs | gradients, "forward_only": tuple(passed.forward_only), "given": given}
 
 
-def _steps(traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]) -> ParameterSteps:
-    """The parameters stepped in a region's backward: before its end if it is the only one, not fused, not `left`."""
+def _steps(
+    traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]
+) -> dict[str, dict[int, int]]:
+    """The parameters stepped in a region's backward, as fields of `GraphUse`: before its end if it is the only one, not
+    fused, not `left`."""
     if stepping is None:
-        return ParameterSteps()
+        return {}
     given = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     sizes = {number: stepping.workspace_bytes(node.meta["val"]) for number, node in enumerate(given)}
     workspaces = {number: nbytes for number, nbytes in sizes.items() if nbytes is not None}
     inside = region.parameter_gradients if len(traced.regions) == 1 and not region.fused else {}
     steady = stepping.left | left
-    return ParameterSteps(
-        {at: number for at, number in inside.items() if number in workspaces and number not in steady}, workspaces
-    )
+    stepped = {at: number for at, number in inside.items() if number in workspaces and number not in steady}
+    return {"stepped": stepped, "step_workspaces": workspaces}

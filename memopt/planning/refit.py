@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from memopt.account.breakdown import ANY_LINK, EAGER
+from memopt.account.account import ANY_LINK, EAGER
 from memopt.errors import BudgetError
 from memopt.planning.figures import recounted
 from memopt.planning.joined import Joined

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from memopt.account.breakdown import EAGER, live_versions
+from memopt.account.account import EAGER, live_versions
 from memopt.capture.joint import JointGraph
 from memopt.planning.changes import operator_name
 from memopt.planning.joined import Joined

@@ -17,8 +17,8 @@ import torch
 from memopt.account.account import Account, in_blocks
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.inputs import Call, with_batches
+from memopt.capture.joint import trained
 from memopt.capture.operators import NothingToRewrite, Rewriting
-from memopt.capture.trace import trained
 from memopt.errors import BudgetError
 from memopt.levers.decided_elsewhere import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner

@@ -13,7 +13,7 @@ from memopt.capture.caller_modes import autocast_is_on
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.dynamo import in_brief
 from memopt.capture.dynamo_graph import forward_of
-from memopt.capture.joint import JointGraph
+from memopt.capture.joint import JointGraph, RegionTrace, autocast_to, differentiate
 from memopt.capture.operators import (
     Decide,
     OperatorGraph,
@@ -24,7 +24,6 @@ from memopt.capture.operators import (
     to_differentiate,
 )
 from memopt.capture.region import RecordedRegion
-from memopt.capture.trace import RegionTrace, autocast_to, differentiate
 from memopt.compat.fakes import fresh_fakes
 from memopt.compat.operators import without_autocast
 from memopt.compat.true_results import raising_for_refused_dtypes

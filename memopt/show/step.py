@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from memopt.account.account import GRADIENTS
-from memopt.account.breakdown import WORKSPACE
+from memopt.account.account import GRADIENTS, WORKSPACE
 
 _BY_PARAMETERS = frozenset({"parameters", "optimizer state", GRADIENTS})
 """Rows of the account that are divided among modules in proportion to their parameters."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, kind_of
+from memopt.account.account import ANY_LINK, Account, kind_of
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts, operator_name
 from memopt.planning.joined import Joined

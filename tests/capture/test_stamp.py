@@ -14,10 +14,10 @@ from torch import fx, nn
 import memopt
 from memopt.capture import operators, stamp
 from memopt.capture.blocks import find_runs
+from memopt.capture.joint import trace_by_inductor
 from memopt.capture.operators import Operators, to_differentiate, trace_operators
 from memopt.capture.region import RecordedRegion
 from memopt.capture.stamp import trace_blocks_once
-from memopt.capture.trace import trace_by_inductor
 from memopt.compat.dynamo import marked_changing
 from memopt.compat.inductor import draw_seeds_at_once
 from memopt.compat.joint_trace import AotTrace, trace_region

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memopt.account.breakdown import breakdown
+from memopt.account.account import breakdown
 from memopt.capture.operators import NOTHING, Rewriting
 from memopt.device import hardware
 from memopt.errors import BudgetError

@@ -10,9 +10,8 @@ from unittest import mock
 import pytest
 
 from examples.models.problems import random_problem
-from memopt.account.account import Account
+from memopt.account.account import Account, breakdown
 from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, replay, replay_with_spare, step_calls
-from memopt.account.breakdown import breakdown
 from memopt.account.caching_allocator import CardFullError
 from memopt.compat.card import expandable_segments
 from memopt.device.workspace_cuda import library_workspaces
