@@ -39,8 +39,7 @@ from memopt.account.account import Account, breakdown
 from memopt.device import hardware
 from memopt.errors import GIB, BudgetError
 from memopt.levers import DEFAULT_LEVERS, OPTIMIZER_LEVERS, levers_named
-from memopt.levers.optimizer_levers import PricedLevers
-from memopt.levers.training_price import TrainingFacts
+from memopt.levers.optimizer_levers import PricedLevers, TrainingFacts
 from memopt.microbatch import split
 from memopt.planning.joined import Joined
 from memopt.planning.planner import smallest

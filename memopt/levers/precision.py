@@ -17,9 +17,8 @@ from memopt.rewrite.assign import AssignPrecision
 from memopt.rewrite.narrow import narrowing
 from memopt.rewrite.op_prices import OpPrices
 from memopt.rewrite.policy import Policy, PrecisionPlan, Rules, low_dtype, searches
-from memopt.rewrite.screen import KeptOut
-from memopt.rewrite.screenings import Screenings
-from memopt.rewrite.search import SearchPrecision
+from memopt.rewrite.screen import KeptOut, Screenings
+from memopt.rewrite.search import search_precision
 from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline
 
 LABEL = "precision"
@@ -84,7 +83,7 @@ class DecidePrecision:
         def decide(kept_out: KeptOut) -> PrecisionPlan:
             out = (*self.kept_out, *kept_out)
             default = AssignPrecision(self.low, self.rules, graph.author_typed, out, self.sums_in_16_bits)
-            return SearchPrecision(default, self.prices)(graph) if self.prices else default(graph.module)
+            return search_precision(graph, default, self.prices) if self.prices else default(graph.module)
 
         if self.screenings is None:
             return decide(())

@@ -38,7 +38,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.priced_step import PriceSettings, TracedStep
 from memopt.planning.terms import ModelTerms, Situation
 from memopt.progress import stage
-from memopt.rewrite.screenings import Screenings
+from memopt.rewrite.screen import Screenings
 from memopt.rewrite.trace import Traces, trace_call
 
 LOSS_OUTSIDE = (

@@ -11,8 +11,7 @@ from memopt.account.account import Account
 from memopt.capture.on_fakes import ParameterCast
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
-from memopt.levers.optimizer_levers import OPTIMIZER_IN_BACKWARD, PricedLevers, Wanted, combinations_of
-from memopt.levers.training_price import TrainingFacts
+from memopt.levers.optimizer_levers import OPTIMIZER_IN_BACKWARD, PricedLevers, TrainingFacts, Wanted, combinations_of
 from memopt.optimizers import Stepping, kept_wide, stepping_hooks
 from memopt.planning.plan import Plan
 from memopt.planning.terms import ModelTerms, has_ranks

@@ -14,8 +14,7 @@ from torch import nn, optim
 from memopt.device.devices import hardware
 from memopt.levers import levers_named
 from memopt.levers.lever import Lever, OptimizerChange
-from memopt.levers.optimizer_levers import PricedLevers, changes_of
-from memopt.levers.training_price import TrainingFacts, TrainingPrice, price_training
+from memopt.levers.optimizer_levers import PricedLevers, TrainingFacts, TrainingPrice, changes_of, price_training
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
     BF16ParametersOptimizer,
