@@ -30,9 +30,8 @@ from memopt.errors import BudgetError, CaptureError
 from memopt.levers.decided_elsewhere import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, RECOMPUTE, offload_link
 from memopt.levers.precision import DecidePrecision, check_rules
 from memopt.lru import LruCache
-from memopt.planning.call_accounts import CallAccounts, Looks
+from memopt.planning.call_accounts import CallAccounts, Looks, OptimizerChoice
 from memopt.planning.job_key import PlanJob
-from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.priced_step import PriceSettings, TracedStep

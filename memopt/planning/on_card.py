@@ -1,5 +1,5 @@
 """The bytes that a step holds on a GPU beyond those it allocates: the allocator's rounding and fragmentation, found by
-a replay of its allocations; and the budget where the user gives none: what the card has free."""
+a replay of its allocations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
-
-import torch
 
 from memopt.account.account import Account, breakdown
 from memopt.account.allocator_replay import (
@@ -23,11 +21,8 @@ from memopt.account.allocator_replay import (
 )
 from memopt.account.caching_allocator import SMALL_BYTES, CardFullError
 from memopt.account.card_state import CardState, Kind, rounded_bytes
-from memopt.compat.host import HOST
-from memopt.device.devices import device_of
-from memopt.errors import GIB, as_text_has_it
+from memopt.errors import as_text_has_it
 from memopt.planning.joined import Joined
-from memopt.progress import tell
 from memopt.solver import Schedule
 from memopt.solver.problem import BlockCall
 
@@ -215,33 +210,3 @@ def _split_into(total: int, sizes: Sequence[int]) -> tuple[int, ...]:
         blocks.append(size)
         left -= size
     return (*blocks, left) if left else tuple(blocks)
-
-
-# The share of a card's memory that stays free where no budget is given: for other programs and the driver.
-_MARGIN = 0.02
-# Such a budget is a multiple of this, so that the next run most likely has the same one and finds its plan on disk.
-_GRAIN = GIB // 16
-
-
-def free_budget(model: torch.nn.Module) -> tuple[float, str]:
-    """The budget where the user gives none, in GB of 1024³ bytes, and a note about it: what this process can hold on
-    the model's card now, less a margin. Raises `TypeError` for a CPU, whose memory other programs share, for "meta",
-    and for a device that does not tell its free memory."""
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), HOST)
-    kind = device_of(device)
-    free = None if kind.is_host or device.type == "meta" else kind.free_bytes(device)
-    if free is None:
-        raise TypeError(
-            f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, "
-            "8), not None, since free memory is a budget only on a CUDA card"
-        )
-    card = kind.hardware(device) or kind.reported(device)
-    margin = int(_MARGIN * card.memory_bytes)
-    usable = free + kind.allocated_bytes(device) + card.context_bytes
-    nbytes = max(_GRAIN, (usable - margin) // _GRAIN * _GRAIN)
-    note = (
-        f"no budget was given: {nbytes / GIB:.6g} GB is what this process can hold on {device} now, less a margin of "
-        f"{margin / GIB:.2g} GB"
-    )
-    tell(note)
-    return nbytes / GIB, note

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -19,16 +19,16 @@ from memopt.capture.captured_call import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
+from memopt.capture.tensor_parallel import exchange_seconds, is_exchange
 from memopt.compat.symbols import known_sizes, sizes_up_to
 from memopt.device import Hardware
 from memopt.device.devices import device_of
 from memopt.device.storages import made_bytes, storage_bytes, tensors_of
 from memopt.lru import LruCache
 from memopt.optimizers import Stepping
-from memopt.planning.cluster import exchange_prices, reductions_of
 from memopt.planning.joined import Joined, join, with_meanwhile
 from memopt.price.price import is_scheduled, price, price_nodes
-from memopt.price.priced_graph import GraphUse, NodePrice, PricedGraph, hostable, with_eager
+from memopt.price.priced_graph import GraphUse, NodePrice, PricedGraph, Reduction, hostable, with_eager
 from memopt.solver import Link, Solver
 from memopt.units import size
 from passes.graphs.node_facts import graph_results, is_random, is_tangent
@@ -367,3 +367,26 @@ def _steps(
     steady = stepping.left | left
     stepped = {at: number for at, number in inside.items() if number in workspaces and number not in steady}
     return {"stepped": stepped, "step_workspaces": workspaces}
+
+
+def reductions_of(sharding: Sharding, region: JointGraph, *, accumulating: bool) -> tuple[Reduction, ...]:
+    """The reduce-scatters of the gradients that the only graph of a call makes, one for each group of parameters.
+    `accumulating`: shards of gradients exist already, and are added to.
+
+    The account counts one buffer, as large as the largest block needs. A reduction's own bytes are those beyond it: 0
+    for a block, and for the root module's parameters the bytes by which their buffer is larger."""
+    given = {number: region.trace.region.parameter_ids.get(number) for number in region.inputs_with_gradients}
+    found = []
+    for group in sharding.groups:
+        positions = frozenset(region.forward_outputs + at for at, one in given.items() if one in group.numbers)
+        beyond = 0 if group.name else max(0, group.reduced_bytes - sharding.exchange_bytes)
+        if positions:
+            made = 0 if accumulating else group.shard_bytes
+            found.append(Reduction(f"reduce_{group.name or 'root'}", positions, beyond, made))
+    return tuple(found)
+
+
+def exchange_prices(sharding: Sharding, nodes: Iterable[fx.Node]) -> dict[fx.Node, NodePrice]:
+    """The prices of the exchanges of tensor parallelism among these nodes: seconds on the links between cards."""
+    ring = sharding.cluster.tp
+    return {node: NodePrice(exchange_seconds(node, ring), 0) for node in nodes if is_exchange(node)}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from memopt.account.account import WORKSPACE
 from memopt.account.caching_allocator import CachingAllocator
 from memopt.planning.plan import Plan
-from memopt.planning.plan_views import Format
+from memopt.planning.plan_graphs import Format
 from memopt.show.step import LiveRange, Step, StepMemory
 from memopt.show.step_of_plan import step_of
 from memopt.units import duration, micros, size

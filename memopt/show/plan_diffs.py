@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memopt.planning.changes import KEPT, Change, GraphFacts, between
+from memopt.planning.changes import KEPT, Change, GraphFacts, between, pass_changes, schedule_changes
 from memopt.planning.plan import Plan
-from memopt.planning.plan_changes import pass_changes, schedule_changes
 from memopt.planning.plan_graphs import PlanDiff, StageDiff
 from memopt.planning.priced_step import PricedStep
 from memopt.units import size

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.account.account import ANY_LINK, Account, kind_of
 from memopt.device.storages import storage_bytes
-from memopt.planning.changes import GraphFacts, operator_name
+from memopt.planning.changes import GraphFacts
 from memopt.planning.joined import Joined
 from memopt.planning.on_card import on_card
 from memopt.planning.plan import Plan
-from memopt.planning.plan_views import named_nodes, op_names
+from memopt.planning.plan_graphs import named_nodes, op_names
 from memopt.planning.priced_step import TracedStep
-from memopt.planning.schedule_parts import forward_evaluations
+from memopt.planning.schedule_parts import forward_evaluations, operator_name
 from memopt.show.step import Copy, Evaluation, LiveRange, Step, StepMemory, StepOp
 from memopt.solver import Link, Schedule
 from memopt.solver.simulator import lifetimes, time_line
