@@ -38,7 +38,7 @@ from memopt.planning.priced_step import PriceSettings, TracedStep
 from memopt.planning.terms import ModelTerms, Situation
 from memopt.progress import stage
 from memopt.rewrite.screen import Screenings
-from memopt.rewrite.trace import Traces, trace_call
+from memopt.rewrite.trace import MOST_TRACES, Traces, trace_call
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: the memory that it takes is not planned; give optimize the loss_fn, or "
@@ -77,7 +77,7 @@ class CallPlanner:
         """Whether all outputs of the model may get gradients, not the loss alone."""
         self._traces: LruCache[tuple[tuple[RecordedRegion, ...], int], tuple[JointGraph, ...]] = LruCache(_MOST_STEPS)
         """Joint graphs, by the regions of a captured call and the number of the lever set."""
-        self.traces = Traces()
+        self.traces: Traces = LruCache(MOST_TRACES)
         """The joint graphs of single regions."""
         self._steps: LruCache[tuple[Any, ...], tuple[CapturedCall, TracedStep]] = LruCache(_MOST_STEPS)
         """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks."""

@@ -333,9 +333,7 @@ class _RegionChanges:
 
     def in_place(self) -> Iterator[Change]:
         for call, operand in self.region.reuses:
-            yield self.facts.change(
-                IN_PLACE, self.facts.nodes[call], detail=operator_name(self.facts.nodes[operand])
-            )
+            yield self.facts.change(IN_PLACE, self.facts.nodes[call], detail=operator_name(self.facts.nodes[operand]))
 
     def _readers(self, storages: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:
         """For each position in `starts`, the operator in whose backward the storages are first read from there on,

@@ -13,11 +13,11 @@ from itertools import cycle
 from memopt.account.account import Account, breakdown
 from memopt.account.allocator_replay import (
     AllocatorPeaks,
-    Spare,
     StepBlocks,
     peaks_without_limit,
     replay_with_spare,
     step_ways,
+    with_spare,
 )
 from memopt.account.caching_allocator import SMALL_BYTES, CardFullError
 from memopt.account.card_state import CardState, Kind, rounded_bytes
@@ -26,9 +26,10 @@ from memopt.planning.joined import Joined
 from memopt.solver import Schedule
 from memopt.solver.problem import BlockCall
 
-SPARE = Spare(15)
-"""The margin for what no replay knows: the order of a kernel's own blocks, small blocks, what a compiler changes."""
-SPARE_COMPILED = Spare(5)
+SPARE = 15
+"""The margin (see `with_spare`) for what no replay knows: the order of a kernel's own blocks, small blocks, what a
+compiler changes."""
+SPARE_COMPILED = 5
 """The margin for compiled code, whose allocations are known, if the allocator returns no segment. If it has to, the
 gaps between its blocks may differ from those of the replay, and the margin is `SPARE`."""
 UNSPLIT = 3, 1000
@@ -80,8 +81,8 @@ def _with_least_budget(
     that works need not work.
 
     Only budgets above `above` are tried, rounded up by `as_text_has_it`; `free` has the peaks without a limit."""
-    low = max(above, context + SPARE.added_to(free.allocated_bytes) - 1)
-    high = as_text_has_it(max(low + 1, context + SPARE.added_to(free.reserved_bytes)))
+    low = max(above, context + with_spare(free.allocated_bytes, SPARE) - 1)
+    high = as_text_has_it(max(low + 1, context + with_spare(free.reserved_bytes, SPARE)))
     found = None
     # The least budget is mostly nearer to the bytes allocated than to the bytes reserved.
     while high - low > _SHARE * free.allocated_bytes and (middle := as_text_has_it(low + (high - low + 3) // 4)) < high:
@@ -106,7 +107,7 @@ def within(joined: Joined, schedule: Schedule, account: Account, budget_bytes: i
     except CardFullError:
         return None
     requested = _requested_bytes(joined, schedule, replace(bare, lowering=0))
-    fitted = _with_overhead(bare, requested, peaks, SPARE.added_to(peaks.reserved_bytes))
+    fitted = _with_overhead(bare, requested, peaks, with_spare(peaks.reserved_bytes, SPARE))
     return fitted if breakdown(joined.problem, schedule, fitted).peak_bytes <= budget_bytes else None
 
 
@@ -128,7 +129,7 @@ def compiled_within(
                 limit = budget_bytes - account.context
                 peaks = replay_with_spare(ways, blocks, spare, expandable_segments=setting, limit_bytes=limit)
                 if may_release or not peaks.releases:
-                    return _with_overhead(bare, requested, peaks, spare.added_to(peaks.reserved_bytes))
+                    return _with_overhead(bare, requested, peaks, with_spare(peaks.reserved_bytes, spare))
         return None
 
     def passing(budget_bytes: int) -> Account | None:

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from memopt.account.optimizer_account import refuse, takes_singly
 from memopt.account.optimizer_trial import GivenOptimizer, trial
-from memopt.capture.tensor_parallel import TensorParallel, meta_copy
+from memopt.capture.tensor_parallel import meta_copy, part_of_one_card, styles_of
 from memopt.compat.host import HOST
 from memopt.compat.inductor import NO_CUDA_GRAPHS, cuda_graphs_wanted
 from memopt.device.cluster import CARDS_PER_NODE, Cluster, check_cluster
@@ -403,7 +403,7 @@ class ClusterOptions:
         shape, all others their full shape, as before `fully_shard`. Raises `ValueError` where tensor
         parallelism cannot split the model."""
         cards, copied = self.cluster.mesh.tp, meta_copy(model)
-        return copied if cards == 1 else TensorParallel.of(model, cards, self.tp_plan).part_of(copied)
+        return copied if cards == 1 else part_of_one_card(copied, cards, styles_of(model, cards, self.tp_plan))
 
     def notes(self) -> tuple[str, ...]:
         """What a plan for a cluster assumes, in sentences."""

@@ -21,6 +21,7 @@ from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.stages import beside_freed
 from memopt.planning.terms import Situation
+from memopt.rewrite.trace import traced_once
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.executable import Executable
 from memopt.run.road import Road
@@ -290,4 +291,4 @@ class PlansOfPaths:
     def trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
         """The joint graph of a region under a rewriting."""
         planner = self.road.planner
-        return planner.traces.of(region, rewriting, planner.terms.call_backend(whole=False))
+        return traced_once(region, rewriting, planner.terms.call_backend(whole=False), planner.traces)

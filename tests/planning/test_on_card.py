@@ -11,7 +11,15 @@ import pytest
 
 from examples.models.problems import random_problem
 from memopt.account.account import Account, breakdown
-from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, replay, replay_with_spare, step_calls
+from memopt.account.allocator_replay import (
+    AllocatorPeaks,
+    StepBlocks,
+    replay,
+    replay_with_spare,
+    step_calls,
+    with_spare,
+    without_spare,
+)
 from memopt.account.caching_allocator import CardFullError
 from memopt.compat.card import expandable_segments
 from memopt.device.workspace_cuda import library_workspaces
@@ -226,13 +234,13 @@ def test_compiled_code_that_has_the_allocator_return_segments_leaves_more_spare(
         account = compiled_within(joined(step), schedule, ACCOUNT, [calls], budget_bytes)
         blocks = _step_blocks(joined(step), ACCOUNT)
         limit = budget_bytes - CONTEXT
-        found = replay(calls, blocks, expandable_segments=False, limit_bytes=SPARE.taken_from(limit))
+        found = replay(calls, blocks, expandable_segments=False, limit_bytes=without_spare(limit, SPARE))
         return breakdown(joined(step).problem, schedule, account).peak_bytes - CONTEXT, found.reserved_bytes
 
     bytes_held, reserved = held([200 * MB], 4 << 30)
-    assert bytes_held == SPARE_COMPILED.added_to(reserved)
+    assert bytes_held == with_spare(reserved, SPARE_COMPILED)
     bytes_held, reserved = held([200 * MB, 300 * MB], CONTEXT + 480 * MB)
-    assert bytes_held == SPARE.added_to(reserved)
+    assert bytes_held == with_spare(reserved, SPARE)
 
 
 @pytest.mark.parametrize("seed", range(40))
