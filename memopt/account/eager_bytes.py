@@ -9,7 +9,7 @@ import mmap
 import os
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -48,28 +48,27 @@ def allocated_bytes(device: torch.device) -> int | None:
     return int(info.uordblks + info.hblkhd) or None  # 0 where another allocator stands in for that of glibc
 
 
-class AllocationLimit:
-    """An upper bound on the bytes that the tensors of this process hold, read 100 times faster than `allocated_bytes`.
+def allocation_limit(device: torch.device) -> Callable[[], int | None]:
+    """A function that returns an upper bound on the bytes that the tensors of this process hold now, 100 times faster
+    than `allocated_bytes`; it returns None but on the CPU, and where `malloc` does not tell.
 
     At the first reading `malloc` tells how much it has allocated, and how much more it can allocate before it maps more
     memory. Each reading is the sum of both and of what the process has mapped since the first one. Shared memory, which
     `malloc` does not know, counts with its resident pages."""
+    unmapped: int | None = None  # what `malloc` could allocate at the first reading, less what was mapped then
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._unmapped: int | None = None
-        """The bytes that `malloc` could allocate at the first reading, less those that were mapped then."""
-
-    def bytes(self) -> int | None:
-        """An upper bound on the bytes allocated now; None but on the CPU, and where `malloc` does not tell."""
-        if self._device.type != HOST.type or (mapped := _mapped_bytes()) is None:
+    def limit() -> int | None:
+        nonlocal unmapped
+        if device.type != HOST.type or (mapped := _mapped_bytes()) is None:
             return None
-        if self._unmapped is None:
+        if unmapped is None:
             info = read() if (read := _mallinfo2()) else None
             if info is None or not (allocatable := info.uordblks + info.hblkhd + info.fordblks):
                 return None
-            self._unmapped = allocatable - mapped[0]
-        return self._unmapped + sum(mapped)
+            unmapped = allocatable - mapped[0]
+        return unmapped + sum(mapped)
+
+    return limit
 
 
 def _mapped_bytes() -> tuple[int, int] | None:

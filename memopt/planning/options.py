@@ -242,7 +242,7 @@ class Options:
     """The number of forwards that run before the first backward, as the user says."""
     calibrate: bool = field(metadata=_given(False))
     effort: Effort
-    cluster: ClusterOptions | None
+    cluster: _ClusterOptions | None
     """The cluster to plan for; None for one card."""
     budget_note: str = ""
     """A sentence on where the budget comes from, if the user gave none; else empty."""
@@ -377,9 +377,7 @@ def check_options(budget_gb: float | None, **options: Unpack[PlanOptions]) -> Op
     of_cluster = [given[name] for name in ("mesh", "interconnect", "tp_plan")]
     cluster = None
     if any(one is not None for one in of_cluster):
-        cluster = check_cluster_options(
-            *of_cluster, device=device, precision=precision, optimizer=optimizer, allow=names
-        )
+        cluster = _check_cluster(*of_cluster, device=device, precision=precision, optimizer=optimizer, allow=names)
     # FSDP2 casts parameters when it gathers them, so that nothing is left for passes to decide.
     values["precision"] = precision if cluster is None else "fp32"
     return Options(**values, effort=check_effort(given["effort"], given["limit_seconds"]), cluster=cluster)
@@ -390,7 +388,7 @@ DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class ClusterOptions:
+class _ClusterOptions:
     """The cluster to plan for, the dtype in which parameters are gathered, and how layers are split among cards."""
 
     cluster: Cluster
@@ -431,7 +429,7 @@ class ClusterOptions:
         return tuple(notes)
 
 
-def check_cluster_options(
+def _check_cluster(
     mesh: Mapping[str, int] | None,
     interconnect: str | None,
     tp_plan: Mapping[str, str] | None,
@@ -440,7 +438,7 @@ def check_cluster_options(
     precision: Any,
     optimizer: Any,
     allow: Collection[str],
-) -> ClusterOptions | None:
+) -> _ClusterOptions | None:
     """The cluster to plan for; None where no mesh is given, which means one card. The keyword arguments are checked for
     values that do not work on a cluster. Raises `TypeError` or `ValueError`."""
     cluster = check_cluster(mesh, interconnect)
@@ -464,7 +462,7 @@ def check_cluster_options(
         raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; take it out of allow, or give no mesh")
     if tp_plan is not None and cluster.mesh.tp == 1:
         raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
-    return ClusterOptions(cluster, DTYPES[precision], tp_plan)
+    return _ClusterOptions(cluster, DTYPES[precision], tp_plan)
 
 
 # The share of a card's memory that stays free where no budget is given: for other programs and the driver.

@@ -80,19 +80,19 @@ Ranges: TypeAlias = Mapping[str, Range]
 """Ranges by name of a node."""
 
 
-class Screening(fx.Interpreter):
-    """Runs an operator graph on real values, unchanged, and records the range of every value.
+def screened(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, Ranges]:
+    """Run an operator graph on real values, unchanged: its results, and the range of every value.
 
     It runs without gradients and frees each value after its last use. Writes of the graph to its inputs take effect."""
+    run = _Screening(module)
+    with plain_tensors(), torch.no_grad():
+        return run.run(*inputs), run.ranges
 
+
+class _Screening(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.ranges: dict[str, Range] = {}
-
-    def run_all(self, inputs: Sequence[Any]) -> Any:
-        """Run the graph on `inputs` and return its results."""
-        with plain_tensors(), torch.no_grad():
-            return self.run(*inputs)
 
     def run_node(self, n: fx.Node) -> Any:
         score = 0.0
@@ -389,11 +389,11 @@ class _Look:
                 self.why_not = str(reason)
                 continue
             results = None  # freed before the next run
-            screening = Screening(module)
-            results, ran = screening.run_all(inputs), True
+            results, ranges = screened(module, inputs)
+            ran = True
             self.modules[text] = module
             found = self.found.setdefault(text, {})
-            for name, entry in screening.ranges.items():
+            for name, entry in ranges.items():
                 found[name] = entry.joined(found[name]) if name in found else entry
         if not ran:
             raise _NotRun(self.why_not)
