@@ -353,9 +353,7 @@ def _exchanged(traced: TracedStep, number: int) -> dict[str, Any]:
     return {"passed_on": outputs | gradients, "forward_only": tuple(passed.forward_only), "given": given}
 
 
-def _steps(
-    traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]
-) -> dict[str, dict[int, int]]:
+def _steps(traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]) -> dict[str, Any]:
     """The parameters stepped in a region's backward, as fields of `GraphUse`: before its end if it is the only one, not
     fused, not `left`."""
     if stepping is None:
