@@ -109,6 +109,36 @@ def budget_bytes(budget_gb: float | None) -> int:
     return int(_real("budget_gb", budget_gb, kind, bounds, positive=True) * GIB)
 
 
+# The share of a card's memory that stays free where no budget is given: for other programs and the driver.
+_MARGIN = 0.02
+# Such a budget is a multiple of this, so that the next run most likely has the same one and finds its plan on disk.
+_GRAIN = GIB // 16
+
+
+def free_budget(model: torch.nn.Module) -> tuple[float, str]:
+    """The budget where the user gives none, in GB of 1024³ bytes, and a note about it: what this process can hold on
+    the model's card now, less a margin. Raises `TypeError` for a CPU, whose memory other programs share, for "meta",
+    and for a device that does not tell its free memory."""
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), HOST)
+    kind = device_of(device)
+    free = None if kind.is_host or device.type == "meta" else kind.free_bytes(device)
+    if free is None:
+        raise TypeError(
+            f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, "
+            "8), not None, since free memory is a budget only on a CUDA card"
+        )
+    card = kind.hardware(device) or kind.reported(device)
+    margin = int(_MARGIN * card.memory_bytes)
+    usable = free + kind.allocated_bytes(device) + card.context_bytes
+    nbytes = max(_GRAIN, (usable - margin) // _GRAIN * _GRAIN)
+    note = (
+        f"no budget was given: {nbytes / GIB:.6g} GB is what this process can hold on {device} now, less a margin of "
+        f"{margin / GIB:.2g} GB"
+    )
+    tell(note)
+    return nbytes / GIB, note
+
+
 def _bytes_or_none(name: str, gb: float | None) -> int | None:
     """As `budget_bytes`, for a number that may be 0; None as it is."""
     kind = "a number of gigabytes, such as 0 or 1.5, or None"
@@ -211,6 +241,88 @@ def _check_repr(name: str, value: object) -> None:
 def _given(default: Any, check: Callable[[Any], Any] | None = None, name: str = "") -> dict[str, Any]:
     """The metadata of a field: the option's default, what checks an argument, and the option's name if another."""
     return {"default": default, "check": check, "name": name}
+
+
+DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""The dtype in which parameters are gathered and a step computes, by the option `precision`."""
+
+
+@dataclass(frozen=True)
+class _ClusterOptions:
+    """The cluster to plan for, the dtype in which parameters are gathered, and how layers are split among cards."""
+
+    cluster: Cluster
+    dtype: torch.dtype
+    tp_plan: Mapping[str, str] | None = None
+    """The styles of layers by patterns of their paths; None for the model's own."""
+
+    def one_card(self, model: nn.Module) -> nn.Module:
+        """A copy of the model on "meta" as one card has it: parameters that tensor parallelism splits have their local
+        shape, all others their full shape, as before `fully_shard`. Raises `ValueError` where tensor
+        parallelism cannot split the model."""
+        cards, copied = self.cluster.mesh.tp, meta_copy(model)
+        return copied if cards == 1 else part_of_one_card(copied, cards, styles_of(model, cards, self.tp_plan))
+
+    def notes(self) -> tuple[str, ...]:
+        """What a plan for a cluster assumes, in sentences."""
+        mesh, joined = self.cluster.mesh, self.cluster.interconnect
+        dtype = str(self.dtype).removeprefix("torch.")
+        links = [joined.within] + ([joined.between] if joined.between else [])
+        rates = "; ".join(
+            f"{link.source}, of which {link.efficiency:.0%} is assumed to be reached, and "
+            f"{1e6 * link.step_seconds:g} µs for each step of a ring collective"
+            for link in links
+        )
+        notes = [
+            f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} "
+            "while the block before computes, and freed after it unless the plan keeps them; those outside of blocks "
+            "are one group and stay gathered; gradients are reduced in float32 when a block's backward is done; shards "
+            "keep the parameters' dtype",
+            f"{joined.name}, {CARDS_PER_NODE} cards in a node: {rates}",
+            "NCCL's buffers, which torch's allocator does not hold, are not counted",
+        ]
+        if mesh.tp > 1:
+            notes.append(
+                f"each of the {mesh.tp} cards of a 'tp' group has a part of the heads and of the widths of layers, "
+                "and between layers a part of the sequence; compute waits for the exchanges"
+            )
+        return tuple(notes)
+
+
+def _check_cluster(
+    mesh: Mapping[str, int] | None,
+    interconnect: str | None,
+    tp_plan: Mapping[str, str] | None,
+    *,
+    device: str | None,
+    precision: Any,
+    optimizer: Any,
+    allow: Collection[str],
+) -> _ClusterOptions | None:
+    """The cluster to plan for; None where no mesh is given, which means one card. The keyword arguments are checked for
+    values that do not work on a cluster. Raises `TypeError` or `ValueError`."""
+    cluster = check_cluster(mesh, interconnect)
+    if cluster is None:
+        if tp_plan is not None:
+            raise ValueError("tp_plan needs mesh too, such as mesh={'dp_shard': 8, 'tp': 8}")
+        return None
+    if device in (None, HOST.type):
+        raise ValueError(f"with mesh, device must name the card to plan for, such as device='h100', not {device!r}")
+    if not isinstance(precision, str) or precision not in DTYPES:
+        known = ", ".join(map(repr, DTYPES))
+        raise ValueError(
+            f"with mesh, precision must be one of {known}, the dtype of gathered parameters, not {precision!r}"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"with mesh, optimizer must be a class or its name, since this {type(optimizer).__name__} holds whole "
+            f"parameters; give {type(optimizer).__name__}, or functools.partial of it"
+        )
+    if further := sorted(set(allow) - DEFAULT_LEVERS):
+        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; take it out of allow, or give no mesh")
+    if tp_plan is not None and cluster.mesh.tp == 1:
+        raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
+    return _ClusterOptions(cluster, DTYPES[precision], tp_plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,115 +493,3 @@ def check_options(budget_gb: float | None, **options: Unpack[PlanOptions]) -> Op
     # FSDP2 casts parameters when it gathers them, so that nothing is left for passes to decide.
     values["precision"] = precision if cluster is None else "fp32"
     return Options(**values, effort=check_effort(given["effort"], given["limit_seconds"]), cluster=cluster)
-
-
-DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""The dtype in which parameters are gathered and a step computes, by the option `precision`."""
-
-
-@dataclass(frozen=True)
-class _ClusterOptions:
-    """The cluster to plan for, the dtype in which parameters are gathered, and how layers are split among cards."""
-
-    cluster: Cluster
-    dtype: torch.dtype
-    tp_plan: Mapping[str, str] | None = None
-    """The styles of layers by patterns of their paths; None for the model's own."""
-
-    def one_card(self, model: nn.Module) -> nn.Module:
-        """A copy of the model on "meta" as one card has it: parameters that tensor parallelism splits have their local
-        shape, all others their full shape, as before `fully_shard`. Raises `ValueError` where tensor
-        parallelism cannot split the model."""
-        cards, copied = self.cluster.mesh.tp, meta_copy(model)
-        return copied if cards == 1 else part_of_one_card(copied, cards, styles_of(model, cards, self.tp_plan))
-
-    def notes(self) -> tuple[str, ...]:
-        """What a plan for a cluster assumes, in sentences."""
-        mesh, joined = self.cluster.mesh, self.cluster.interconnect
-        dtype = str(self.dtype).removeprefix("torch.")
-        links = [joined.within] + ([joined.between] if joined.between else [])
-        rates = "; ".join(
-            f"{link.source}, of which {link.efficiency:.0%} is assumed to be reached, and "
-            f"{1e6 * link.step_seconds:g} µs for each step of a ring collective"
-            for link in links
-        )
-        notes = [
-            f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} "
-            "while the block before computes, and freed after it unless the plan keeps them; those outside of blocks "
-            "are one group and stay gathered; gradients are reduced in float32 when a block's backward is done; shards "
-            "keep the parameters' dtype",
-            f"{joined.name}, {CARDS_PER_NODE} cards in a node: {rates}",
-            "NCCL's buffers, which torch's allocator does not hold, are not counted",
-        ]
-        if mesh.tp > 1:
-            notes.append(
-                f"each of the {mesh.tp} cards of a 'tp' group has a part of the heads and of the widths of layers, "
-                "and between layers a part of the sequence; compute waits for the exchanges"
-            )
-        return tuple(notes)
-
-
-def _check_cluster(
-    mesh: Mapping[str, int] | None,
-    interconnect: str | None,
-    tp_plan: Mapping[str, str] | None,
-    *,
-    device: str | None,
-    precision: Any,
-    optimizer: Any,
-    allow: Collection[str],
-) -> _ClusterOptions | None:
-    """The cluster to plan for; None where no mesh is given, which means one card. The keyword arguments are checked for
-    values that do not work on a cluster. Raises `TypeError` or `ValueError`."""
-    cluster = check_cluster(mesh, interconnect)
-    if cluster is None:
-        if tp_plan is not None:
-            raise ValueError("tp_plan needs mesh too, such as mesh={'dp_shard': 8, 'tp': 8}")
-        return None
-    if device in (None, HOST.type):
-        raise ValueError(f"with mesh, device must name the card to plan for, such as device='h100', not {device!r}")
-    if not isinstance(precision, str) or precision not in DTYPES:
-        known = ", ".join(map(repr, DTYPES))
-        raise ValueError(
-            f"with mesh, precision must be one of {known}, the dtype of gathered parameters, not {precision!r}"
-        )
-    if isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"with mesh, optimizer must be a class or its name, since this {type(optimizer).__name__} holds whole "
-            f"parameters; give {type(optimizer).__name__}, or functools.partial of it"
-        )
-    if further := sorted(set(allow) - DEFAULT_LEVERS):
-        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; take it out of allow, or give no mesh")
-    if tp_plan is not None and cluster.mesh.tp == 1:
-        raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
-    return _ClusterOptions(cluster, DTYPES[precision], tp_plan)
-
-
-# The share of a card's memory that stays free where no budget is given: for other programs and the driver.
-_MARGIN = 0.02
-# Such a budget is a multiple of this, so that the next run most likely has the same one and finds its plan on disk.
-_GRAIN = GIB // 16
-
-
-def free_budget(model: torch.nn.Module) -> tuple[float, str]:
-    """The budget where the user gives none, in GB of 1024³ bytes, and a note about it: what this process can hold on
-    the model's card now, less a margin. Raises `TypeError` for a CPU, whose memory other programs share, for "meta",
-    and for a device that does not tell its free memory."""
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), HOST)
-    kind = device_of(device)
-    free = None if kind.is_host or device.type == "meta" else kind.free_bytes(device)
-    if free is None:
-        raise TypeError(
-            f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, "
-            "8), not None, since free memory is a budget only on a CUDA card"
-        )
-    card = kind.hardware(device) or kind.reported(device)
-    margin = int(_MARGIN * card.memory_bytes)
-    usable = free + kind.allocated_bytes(device) + card.context_bytes
-    nbytes = max(_GRAIN, (usable - margin) // _GRAIN * _GRAIN)
-    note = (
-        f"no budget was given: {nbytes / GIB:.6g} GB is what this process can hold on {device} now, less a margin of "
-        f"{margin / GIB:.2g} GB"
-    )
-    tell(note)
-    return nbytes / GIB, note

@@ -36,6 +36,9 @@ from passes.graphs.graph_text import format_node
 from passes.graphs.node_facts import tensors
 from passes.graphs.op_kinds import follows_input, is_view, mutated_arguments, op_name
 
+NO_VALUES = "the plan was made without running the model on real values"
+WITHIN = "all values are within range"
+
 LARGEST = 65504.0
 """The largest number in fp16."""
 HEADROOM = 2.0
@@ -236,10 +239,6 @@ def _origin(node: fx.Node) -> str:
         while follows_input(node) and node.all_input_nodes:
             node = node.all_input_nodes[0]
     return node.name
-
-
-NO_VALUES = "the plan was made without running the model on real values"
-WITHIN = "all values are within range"
 
 
 class _NotRun(Exception):
