@@ -183,7 +183,7 @@ def account_of(
     exists already. `count` returns the bytes that an optimizer holds.
 
     Sizes are rounded up to the device's blocks, on CUDA of 512 bytes. The allocator's further rounding and
-    fragmentation are 0 here; they follow from a schedule (`memopt.planning.on_card`)."""
+    fragmentation are 0 here; they follow from a schedule (`memopt.planning.joined.on_card`)."""
     device = device_of(card)
     block = device.block_bytes
     parameters = list(model.parameters())

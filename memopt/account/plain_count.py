@@ -20,7 +20,6 @@ from memopt.account.eager_bytes import (
 )
 from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
-from memopt.capture.on_fakes import replaced_parameters
 from memopt.compat.autograd import (
     FREED,
     Retention,
@@ -45,7 +44,7 @@ from memopt.device.op_call import OpCall
 from memopt.device.workspace import call_workspace_bytes
 from memopt.random_states import draws_so_far
 from memopt.saved_values import values_restored
-from memopt.training_state import undone, undone_but_parameters
+from memopt.training_state import replaced_parameters, undone, undone_but_parameters
 
 Run: TypeAlias = Callable[..., Any]
 """The forward of a model and its loss."""

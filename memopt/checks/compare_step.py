@@ -22,7 +22,7 @@ from memopt.errors import GradientMismatchError
 from memopt.planning.changes import source_line
 from memopt.planning.plan import Plan
 from memopt.progress import stage
-from memopt.rewrite.policy import dtype_name
+from memopt.rewrite.dtypes import dtype_name
 from memopt.run.session import Session
 from memopt.saved_values import parameters_restored, values_restored
 from memopt.training_state import TrainingState, containers_restored

@@ -19,7 +19,7 @@ from memopt.compat.host import MemoryEvents
 from memopt.device.devices import device_of
 from memopt.meter import measure_peak, start_with_resident
 from memopt.random_states import generator_states
-from memopt.rewrite.policy import dtype_name
+from memopt.rewrite.dtypes import dtype_name
 from memopt.run.loss import scalar_loss
 from memopt.run.session import Session, session_of
 from memopt.training_state import Tensors, TrainingState

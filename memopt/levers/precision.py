@@ -13,10 +13,9 @@ from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriti
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.levers.lever import Lever
-from memopt.rewrite.assign import AssignPrecision
+from memopt.rewrite.dtypes import AssignPrecision, Policy, PrecisionPlan, Rules, low_dtype, searches
 from memopt.rewrite.narrow import narrowing
 from memopt.rewrite.op_prices import OpPrices
-from memopt.rewrite.policy import Policy, PrecisionPlan, Rules, low_dtype, searches
 from memopt.rewrite.screen import KeptOut, Screenings
 from memopt.rewrite.search import search_precision
 from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline

@@ -23,7 +23,7 @@ from memopt.capture.on_fakes import ParameterCast
 from memopt.compat.card import expandable_segments
 from memopt.device.devices import device_of
 from memopt.levers import LEVERS, Lever
-from memopt.levers.decided_elsewhere import may_expand
+from memopt.levers.all import may_expand
 from memopt.levers.optimizer_levers import OPTIMIZER_IN_BACKWARD, PricedLevers, TrainingFacts, Wanted, combinations_of
 from memopt.optimizers import Stepping, kept_wide, stepping_hooks
 from memopt.planning.plan import Plan

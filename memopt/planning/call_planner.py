@@ -27,7 +27,7 @@ from memopt.capture.operators import Rewriting
 from memopt.capture.region import RecordedRegion
 from memopt.compat.tensors import is_wrapper, special_kind, storage_key
 from memopt.errors import BudgetError, CaptureError
-from memopt.levers.decided_elsewhere import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, RECOMPUTE, offload_link
+from memopt.levers.all import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, RECOMPUTE, offload_link
 from memopt.levers.precision import DecidePrecision, check_rules
 from memopt.lru import LruCache
 from memopt.planning.call_accounts import CallAccounts, Looks, OptimizerChoice

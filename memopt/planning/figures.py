@@ -10,18 +10,11 @@ from typing import Any
 
 from memopt.account.account import Account, Breakdown, breakdown
 from memopt.errors import GIB
-from memopt.levers.decided_elsewhere import (
-    EXPANDABLE_SEGMENTS,
-    OFFLOAD_ACTIVATIONS,
-    OFFLOAD_PARAMETERS,
-    RECOMPUTE,
-    REINPLACE,
-)
+from memopt.levers.all import EXPANDABLE_SEGMENTS, OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, RECOMPUTE, REINPLACE
 from memopt.levers.precision import LEFT_TO_AUTOCAST, PRECISION
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.frontier import Frontier, FrontierPoint
-from memopt.planning.joined import Joined
-from memopt.planning.on_card import on_card
+from memopt.planning.joined import Joined, on_card
 from memopt.planning.options import Effort
 from memopt.planning.plan import CAPTURE, PLAIN_STEP, Plan, PlanSource, ReceiptRow
 from memopt.planning.planner import Request, least_on_card, recipes, smallest, solve_with_steps, step_peak_bytes

@@ -27,10 +27,9 @@ from memopt.device.cluster import CARDS_PER_NODE, Cluster, check_cluster
 from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
-from memopt.levers.all import LeverName, check_allow, recompute_note
-from memopt.levers.decided_elsewhere import OFFLOAD_PARAMETERS
+from memopt.levers.all import OFFLOAD_PARAMETERS, LeverName, check_allow, recompute_note
 from memopt.progress import tell
-from memopt.rewrite.policy import Policy, check_policy
+from memopt.rewrite.dtypes import Policy, check_policy
 from memopt.solver import Effort as EffortName
 from memopt.solver import Solver
 from passes import Pass

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, Way, would_do
-from memopt.levers.all import allow_exactly
-from memopt.levers.decided_elsewhere import REINPLACE, SEGMENTS_NOTE
+from memopt.levers.all import REINPLACE, SEGMENTS_NOTE, allow_exactly
 from memopt.levers.lever import Lever
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, changes_of, least_with_levers
 from memopt.planning.figures import plain_row, rows_to, schedule_levers, writes_over

@@ -20,7 +20,7 @@ from memopt.capture.inputs import Call, with_batches
 from memopt.capture.joint import trained
 from memopt.capture.operators import NothingToRewrite, Rewriting
 from memopt.errors import BudgetError
-from memopt.levers.decided_elsewhere import RECOMPUTE_LEFT_OUT
+from memopt.levers.all import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.cards import OnCard, on_cards
 from memopt.planning.cluster_step import cluster_step

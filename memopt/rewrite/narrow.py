@@ -16,7 +16,7 @@ from memopt.capture.operators import Decision, OperatorGraph
 from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import op_seconds
-from memopt.rewrite.policy import Rules
+from memopt.rewrite.dtypes import Rules
 from memopt.units import duration
 from passes import (
     CastSaved,

@@ -25,8 +25,7 @@ from memopt.capture.operators import Decide, OperatorGraph, Rewriting, Untraceab
 from memopt.capture.region import RecordedRegion
 from memopt.compat.operators import plain_tensors
 from memopt.device.devices import device_of
-from memopt.rewrite.assign import only_read_by
-from memopt.rewrite.policy import PrecisionPlan
+from memopt.rewrite.dtypes import PrecisionPlan, only_read_by
 from memopt.rewrite.trace import rewrite
 from memopt.saved_values import values_restored
 from memopt.training_state import containers_restored, undone

@@ -19,9 +19,8 @@ from torch import fx
 from memopt.capture.operators import OperatorGraph
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import op_seconds
-from memopt.rewrite.assign import FP32_OURS, KERNELS_SUM_IN_FP32, AssignPrecision
+from memopt.rewrite.dtypes import FP32_OURS, KERNELS_SUM_IN_FP32, AssignPrecision, Choice, PrecisionPlan, dtype_name
 from memopt.rewrite.op_prices import OpPrice, OpPrices, Saved, operands
-from memopt.rewrite.policy import Choice, PrecisionPlan, dtype_name
 from memopt.solver.arrays import Flags
 from memopt.solver.max_flow import ONE, ZERO, LabelProblem, cheapest_within, labels_of
 from memopt.units import duration, size

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memopt.account.account import ANY_LINK, Account, kind_of
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts
-from memopt.planning.joined import Joined
-from memopt.planning.on_card import on_card
+from memopt.planning.joined import Joined, on_card
 from memopt.planning.plan import Plan
 from memopt.planning.plan_graphs import named_nodes, op_names
 from memopt.planning.priced_step import TracedStep

@@ -24,17 +24,9 @@ from memopt.account.caching_allocator import CardFullError
 from memopt.compat.card import expandable_segments
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import GIB, BudgetError, as_text_has_it, round_up
-from memopt.levers.decided_elsewhere import may_expand
-from memopt.planning import on_card as on_cards
-from memopt.planning.joined import Joined
-from memopt.planning.on_card import (
-    SPARE,
-    SPARE_COMPILED,
-    _step_blocks,
-    compiled_within,
-    on_card,
-    within,
-)
+from memopt.levers.all import may_expand
+from memopt.planning import joined as on_cards
+from memopt.planning.joined import SPARE, SPARE_COMPILED, Joined, _step_blocks, compiled_within, on_card, within
 from memopt.planning.options import budget_bytes
 from memopt.planning.planner import Request, least_on_card, smallest, solve_on_card, solve_with_steps
 from memopt.planning.priced_step import PricedStep
@@ -129,7 +121,7 @@ def test_the_budget_that_is_named_has_been_replayed_itself(step: PricedStep, mon
             raise CardFullError("a gap that no block fits")
         return replay_with_spare(*args, limit_bytes=limit_bytes, **kwargs)
 
-    monkeypatch.setattr("memopt.planning.on_card.replay_with_spare", fails_between)
+    monkeypatch.setattr("memopt.planning.joined.replay_with_spare", fails_between)
     again = captured(*step.traced.regions).priced_for(hardware=step.settings.hardware)  # which knows no figure yet
     named, _ = smallest(joined(again), ACCOUNT)
     assert last + CONTEXT <= named < 1.01 * (last + CONTEXT)

@@ -20,7 +20,7 @@ from memopt.device.devices import hardware
 from memopt.errors import GIB
 from memopt.levers.precision import DecidePrecision, precision_rewriting
 from memopt.rewrite import screen
-from memopt.rewrite.assign import AssignPrecision
+from memopt.rewrite.dtypes import AssignPrecision
 from memopt.rewrite.screen import LARGEST, Range, kept_out, range_of
 from memopt.run.session import session_of
 from passes import copy_graph_module

@@ -16,9 +16,8 @@ from memopt.capture.operators import OperatorGraph
 from memopt.device.devices import hardware
 from memopt.errors import GIB
 from memopt.levers import precision_rewriting
-from memopt.rewrite.assign import AssignPrecision
+from memopt.rewrite.dtypes import AssignPrecision, PrecisionPlan, Rules, low_dtype
 from memopt.rewrite.op_prices import OpPrices
-from memopt.rewrite.policy import PrecisionPlan, Rules, low_dtype
 from memopt.rewrite.search import differentiated, influence, search_precision
 from tests.passes.capture import Sketch, aten
 
