@@ -28,7 +28,7 @@ from memopt.account.card_state import CardState, Kind, rounded_bytes
 from memopt.capture.captured_call import Passed
 from memopt.errors import as_text_has_it
 from memopt.lru import LruCache
-from memopt.price.priced_graph import PricedGraph, PricedParameterStep
+from memopt.price.priced_graph import PricedGraph
 from memopt.solver import (
     Link,
     Offload,
@@ -84,8 +84,9 @@ class Joined:
     """The solutions of `portfolio`, by bytes, effort and its limit in seconds; None where no schedule fits."""
 
     @property
-    def steps(self) -> Mapping[int, PricedParameterStep]:
-        """The optimizer's steps within the backward of the only region, by the index of their op in the problem."""
+    def steps(self) -> Mapping[int, int]:
+        """The parameters stepped within the backward of the only region: index of an op in the problem → number of the
+        input."""
         return self.prices[0].steps if len(self.prices) == 1 else {}
 
     @cached_property
@@ -214,7 +215,7 @@ def solve_stepping(
                 return current, replace(solution, schedule=schedule, peak_bytes=peak)
             late = _StepPositions.of(current, solution.schedule).early()
         current = joined.leaving(current.left | late)
-    current = joined.leaving(joined.left | {step.number for step in joined.steps.values()})
+    current = joined.leaving(joined.left.union(joined.steps.values()))
     return current, solve(current)
 
 
@@ -246,7 +247,8 @@ def place_steps(joined: Joined, schedule: Schedule) -> tuple[Schedule, frozenset
 class _StepPositions:
     """Positions in a schedule's evaluations, by the index of the op that is the optimizer's step of a parameter."""
 
-    steps: Mapping[int, PricedParameterStep]
+    steps: Mapping[int, int]
+    """Number of the parameter among the inputs."""
     at: dict[int, int]
     """Position of the step itself."""
     last: dict[int, int]
@@ -258,8 +260,8 @@ class _StepPositions:
         at: dict[int, int] = {}
         last: dict[int, int] = {}
         steps_waiting: dict[int, list[int]] = {}
-        for op, step in joined.steps.items():
-            for reader in step.after:
+        for op in joined.steps:
+            for reader in joined.prices[0].waits[op]:
                 steps_waiting.setdefault(reader, []).append(op)
         for position, index in enumerate(schedule.evaluations):
             if index in joined.steps:
@@ -270,13 +272,13 @@ class _StepPositions:
 
     def late(self) -> frozenset[int]:
         """Numbers of the inputs that are read after their step."""
-        return frozenset(self.steps[op].number for op, at in self.at.items() if self.last[op] > at)
+        return frozenset(self.steps[op] for op, at in self.at.items() if self.last[op] > at)
 
     def early(self) -> frozenset[int]:
         """Numbers of the inputs whose step could come before evaluations that now precede it."""
         steps = set(self.at.values())
         return frozenset(
-            self.steps[op].number
+            self.steps[op]
             for op, at in self.at.items()
             if any(position not in steps for position in range(self.last[op] + 1, at))
         )

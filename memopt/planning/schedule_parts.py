@@ -55,7 +55,7 @@ def halves(joined: Joined, schedule: Schedule) -> list[tuple[list[int], list[int
 def split(joined: Joined, traced: TracedStep, schedule: Schedule) -> tuple[RegionSchedule, ...]:
     """The schedule of each region, from the one schedule of the joined problem."""
     offloads = _region_offloads(joined, schedule)
-    steps = tuple(sorted(step.number for step in joined.steps.values()))
+    steps = tuple(sorted(joined.steps.values()))
     found = []
     for number, positions in enumerate(halves(joined, schedule)):
         region, priced = traced.regions[number], joined.prices[number]

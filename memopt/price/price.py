@@ -26,7 +26,6 @@ from memopt.price.priced_graph import (
     MemoryUses,
     NodePrice,
     PricedGraph,
-    PricedParameterStep,
     Reduction,
 )
 from memopt.solver import Op, RematProblem, Storage
@@ -80,7 +79,8 @@ class _Pricer:
     """Number of a storage in the graph → its position in `listed`."""
     ops: list[tuple[Op, str, str]] = field(default_factory=list)
     """Each op with the name of its node and its module path; both are "" for an op that stands for no node."""
-    priced_steps: dict[int, PricedParameterStep] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    waits: dict[int, frozenset[int]] = field(default_factory=dict)
     op_of: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -147,8 +147,8 @@ class _Pricer:
             for index in self.storages.of.get(self.results[position], ())
             if index in self.lent - self.held and index in self.number
         }
-        hosted = tuple(sorted(self.use.hosted))
-        return PricedGraph(problem, nodes, modules, tuple(self.values), self.priced_steps, outputs, given, hosted)
+        hosted, values = tuple(sorted(self.use.hosted)), tuple(self.values)
+        return PricedGraph(problem, nodes, modules, values, self.steps, self.waits, outputs, given, hosted)
 
     def storages_of_input(self, number: int) -> tuple[int, ...]:
         return self.storages.of.get(self.inputs[number], ())
@@ -204,8 +204,8 @@ class _Pricer:
 
     def add_step(self, step: _PlacedStep) -> None:
         """Append the optimizer's step of one parameter."""
-        after = frozenset(self.op_of[node] for node in step.before if node in self.op_of)
-        self.priced_steps[len(self.ops)] = PricedParameterStep(step.number, after)
+        self.steps[len(self.ops)] = step.number
+        self.waits[len(self.ops)] = frozenset(self.op_of[node] for node in step.before if node in self.op_of)
         workspace = self.rounded(step.workspace_bytes)
         self.append(f"step_of_input_{step.number}", [self.number[step.storage]], workspace_bytes=workspace)
 
@@ -293,7 +293,7 @@ class _Pricer:
         ]
         growth = sum(max(0, copy - original) for original, copy in copied)
         largest = max((original for original, _ in copied), default=0)
-        done = {step.number for step in self.priced_steps.values()}
+        done = set(self.steps.values())
         left = {number for position, number in receivers.items() if gradients[position] is not None} - done
         workspaces = (nbytes for number, nbytes in self.use.step_workspaces.items() if number in left)
         workspace = growth + largest + self.rounded(max(workspaces, default=0))

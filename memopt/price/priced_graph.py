@@ -88,16 +88,6 @@ class NodePrice:
 
 
 @dataclass(frozen=True)
-class PricedParameterStep:
-    """The optimizer's step of one parameter within the backward, as an op of the problem (no node of the graph)."""
-
-    number: int
-    """The number of the parameter among the graph's inputs."""
-    after: frozenset[int]
-    """The ops that read the parameter or its gradient: the step comes after all their evaluations."""
-
-
-@dataclass(frozen=True)
 class PricedGraph:
     """A joint graph as a problem of the solver. `nodes[i]` is the name of op `i`'s node, "" for an op without one."""
 
@@ -107,8 +97,11 @@ class PricedGraph:
     """The module path of each op, "" where none is known."""
     values: tuple[str, ...] = ()
     """For each storage the node whose tensor it is, "" for one that cannot be offloaded (`Storage.movable`)."""
-    steps: Mapping[int, PricedParameterStep] = field(default_factory=dict)
-    """The parameter steps, by the number of their op."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """For each op that is the optimizer's step of a parameter within the backward, and stands for no node: the number
+    of the parameter among the graph's inputs."""
+    waits: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """For each of these ops, the ops that read the parameter or its gradient: it comes after all their evaluations."""
     outputs: Mapping[int, int] = field(default_factory=dict)
     """For one of several regions, position of an output held in the call's forward only → its storage's number."""
     given: Mapping[int, int] = field(default_factory=dict)

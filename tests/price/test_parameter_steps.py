@@ -39,7 +39,7 @@ def test_each_step_is_behind_the_last_op_that_reads_the_weight() -> None:
         "step_of_input_0",
         "hand_over_gradients",
     ]
-    steps = {names[op]: {names[reader] for reader in step.after} for op, step in found.steps.items()}
+    steps = {names[op]: {names[reader] for reader in readers} for op, readers in found.waits.items()}
     assert steps == {"step_of_input_1": {"mm_1", "mm_2", "mm_3"}, "step_of_input_0": {"mm", "mm_4"}}
 
 
