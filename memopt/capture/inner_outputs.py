@@ -24,7 +24,6 @@ from memopt.compat.autograd import (
     edges_reached,
     gradients_asked,
     has_node,
-    is_differentiable,
     runs_node,
 )
 from memopt.compat.hooks import defer_hooks
@@ -36,23 +35,6 @@ class CrossedByDerivative(CaptureError):
     """Raised where eager code needs a derivative through a region that the region's backward cannot give: gradients of
     gradients (`create_graph=True`), or the gradient of an output from which the region computes other outputs. The
     message is how a refusal goes on after the reason for a graph break and "and it"."""
-
-
-def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
-    """The inner outputs of a region, from which other results are computed: a dict from the position of each among the
-    results of the graph to the positions of those results through which a gradient reaches it.
-
-    They are found in the autograd graph of the stored values (`example_value`), which includes in-place writes, also
-    through views."""
-    stored = enumerate(result_values(graph_module))
-    values = {at: value for at, value in stored if is_differentiable(value)}
-    edges = {position: edge_of(value) for position, value in values.items()}
-    reached = {position: edges_reached([value], ()) for position, value in values.items()}
-    found = {
-        position: frozenset(other for other in values if other != position and edge in reached[other])
-        for position, edge in edges.items()
-    }
-    return {position: others for position, others in found.items() if others}
 
 
 def run_from(

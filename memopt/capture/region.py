@@ -23,9 +23,8 @@ from memopt.capture.dynamo_graph import (
     settle_numbers,
     takes_derivatives,
 )
-from memopt.capture.inner_outputs import feeding
 from memopt.capture.operators import OperatorGraph, Untraceable, operator_graph
-from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of
+from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of, feeding
 from memopt.compat.dynamo import capture_settings, changes_objects, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
 from memopt.compat.operators import enters_autocast
