@@ -1,5 +1,5 @@
-"""The outputs of a region beside its loss: which are not differentiated, which the region does not return because pieces
-of its forward compute them on demand, and from which others are computed."""
+"""The outputs of a region beside its loss: which are not differentiated, which the region does not return because
+pieces of its forward compute them on demand, and from which others are computed."""
 
 from __future__ import annotations
 
