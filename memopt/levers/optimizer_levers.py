@@ -153,7 +153,7 @@ def _shared(model: nn.Module) -> list[nn.Parameter]:
 
 
 @dataclass(frozen=True)
-class TrainingPrice:
+class _TrainingPrice:
     """The bytes that training with some levers holds, by the rows of a step's account, and the seconds of
     `optimizer.step()`."""
 
@@ -180,7 +180,7 @@ class TrainingPrice:
         return sum(self.rows.values())
 
 
-def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> TrainingPrice:
+def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> _TrainingPrice:
     """The bytes and seconds of training with the optimizer wrapped by `changes`, the innermost first, found by stepping
     it on fake tensors.
 
@@ -191,7 +191,7 @@ def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> 
     if not changes:
         plain = optimizer_step_price(facts.optimizer, facts.trained, facts.hardware)
         sizes = nbytes(facts.parameters), nbytes(facts.trained)
-        return TrainingPrice(*sizes, plain.state_bytes, plain.temporary_bytes, 0, plain.seconds)
+        return _TrainingPrice(*sizes, plain.state_bytes, plain.temporary_bytes, 0, plain.seconds)
     dtypes = {id(parameter): _dtype(parameter, facts, changes) for parameter in facts.parameters}
     learning = [dtypes[id(parameter)] for parameter in facts.trained]
     offloads, in_backward = any(change.offloads for change in changes), any(change.in_backward for change in changes)
@@ -212,7 +212,7 @@ def price_training(facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> 
     parameters = sum(_size(parameter, dtypes[id(parameter)]) for parameter in facts.parameters)
     stepped_alone = zip(facts.trained, learning, temporaries, strict=True)
     inside = Stepping.of(stepped_alone) if in_backward else None
-    return TrainingPrice(parameters, gradients, state, stepped, host_bytes, seconds, inside, blocks)
+    return _TrainingPrice(parameters, gradients, state, stepped, host_bytes, seconds, inside, blocks)
 
 
 def _dtype(parameter: torch.Tensor, facts: TrainingFacts, changes: Sequence[OptimizerChange]) -> torch.dtype:
@@ -269,7 +269,7 @@ def _scalars(facts: TrainingFacts) -> int:
 
 Wanted: TypeAlias = Callable[[Sequence[Lever]], bool]
 """Whether a combination of levers is worth the time that it takes to price it."""
-Known: TypeAlias = dict[tuple[OptimizerChange, ...], TrainingPrice]
+Known: TypeAlias = dict[tuple[OptimizerChange, ...], _TrainingPrice]
 """The prices found so far of training with these changes, for the same `TrainingFacts`."""
 
 
@@ -278,8 +278,8 @@ class PricedLevers:
     """A combination of levers on the optimizer, the innermost first, with bytes and seconds without and with them."""
 
     levers: tuple[Lever, ...]
-    before: TrainingPrice
-    after: TrainingPrice
+    before: _TrainingPrice
+    after: _TrainingPrice
     each: tuple[PricedLevers, ...] = ()
     """For each of the levers, that lever alone, priced on top of those before it; empty in these entries themselves."""
 
