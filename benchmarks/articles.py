@@ -35,13 +35,11 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 import memopt
 from benchmarks.real_models import VIT, integers
 from benchmarks.stamp import stamp, write_result
-from memopt.account.account import Account
-from memopt.account.breakdown import breakdown
+from memopt.account.account import Account, breakdown
 from memopt.device import hardware
 from memopt.errors import GIB, BudgetError
 from memopt.levers import DEFAULT_LEVERS, OPTIMIZER_LEVERS, levers_named
-from memopt.levers.optimizer_levers import PricedLevers
-from memopt.levers.training_price import TrainingFacts
+from memopt.levers.optimizer_levers import PricedLevers, TrainingFacts
 from memopt.microbatch import split
 from memopt.planning.joined import Joined
 from memopt.planning.planner import smallest

@@ -4,7 +4,7 @@
 
 GPT-2s so narrow that the time of a step is nearly all Python and dispatch: planned in a budget in which nothing is
 recomputed, beside the plain model and torch.compile(backend="aot_eager"), one thread, fp32, steps of the three in turn;
-medians of processor time. `host_ms` is what `memopt.price.node_prices` says of the
+medians of processor time. `host_ms` is what `memopt.price.price` says of the
 difference between memopt and plain; `fit` is the line through those differences.
 """
 
@@ -25,7 +25,7 @@ from torch import nn
 
 import memopt
 from benchmarks.stamp import stamp, write_result
-from memopt.price.node_prices import host_seconds
+from memopt.price.price import host_seconds
 
 RESULT = Path(__file__).parent / "results" / "host_time.json"
 LAYERS = (1, 2, 4, 8, 16)

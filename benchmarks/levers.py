@@ -42,7 +42,7 @@ from benchmarks.stamp import stamp, write_result
 from memopt.device import hardware_of
 from memopt.meter import PeakMeter
 from memopt.optimizers import OffloadedOptimizer
-from memopt.planning import optimizer_choice, terms
+from memopt.planning import call_accounts, terms
 
 ROOT = Path(__file__).parent.parent
 PAGE, FOLDER = ROOT / "docs" / "which_lever.md", ROOT / "docs" / "pictures" / "levers"
@@ -250,7 +250,8 @@ def tried(name: str) -> tuple[Measured, Measured]:
         terms.hardware_of = lambda device: replace(  # type: ignore[attr-defined]
             hardware_of(device), link_bytes_per_second=20e9, link_efficiency=1.0
         )
-        optimizer_choice.device_of = lambda card: SimpleNamespace(is_host=False)  # type: ignore[attr-defined]
+        not_host = SimpleNamespace(is_host=False, caching=False)
+        call_accounts.device_of = lambda card: not_host  # type: ignore[attr-defined]
     without: dict[str, Any] = {"precision": rung.precision, "allow": rung.allow - {name}}
     with_it: dict[str, Any] = {"precision": rung.precision, "allow": rung.allow | {name}}
     if name == "offload_optimizer":

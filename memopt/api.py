@@ -15,9 +15,7 @@ from typing_extensions import Unpack
 from memopt.compat.check import check as check_torch
 from memopt.levers.optimizer_levers import apply_levers
 from memopt.planning.frontier import Frontier
-from memopt.planning.keywords import takes_options
-from memopt.planning.largest import LargestSize
-from memopt.planning.on_card import free_budget
+from memopt.planning.largest import largest_size
 from memopt.planning.options import (
     DEFAULT_EFFORT,
     DEFAULTS,
@@ -27,7 +25,9 @@ from memopt.planning.options import (
     check_options,
     check_points,
     check_share,
+    free_budget,
     positive_int,
+    takes_options,
 )
 from memopt.planning.plan import Plan
 from memopt.run.hosted import moved_to_inputs
@@ -231,7 +231,7 @@ def max_batch(
     def estimate(size: int) -> int:
         return call.estimated_bytes(make_inputs(size))
 
-    return LargestSize(plan, checked.budget_bytes, step, most, added, estimate).find()
+    return largest_size(plan, checked.budget_bytes, step, most, added, estimate)
 
 
 @takes_options(PlanOptions, DEFAULTS)

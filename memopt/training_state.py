@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter, is_
@@ -301,3 +301,28 @@ def generators_before(before: CallState | None, device: torch.device) -> tuple[A
     """The states of the random generators that `before` holds, if it is given and of `device`; else the current states.
     To read the current ones is slow, so a training call does it once."""
     return before.generators if before is not None and before.device == device else generator_states(device)
+
+
+@contextmanager
+def replaced_parameters(
+    model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[Mapping[torch.Tensor, torch.Tensor]]:
+    """A context in which each parameter and buffer is replaced by `make(tensor)`, made once for a tensor in several
+    places; yields the replacement of each original. At the end all module attributes and random generators are
+    restored, also those that the forward changed meanwhile."""
+    home = next(model.parameters()).device
+    generators = generator_states(home)
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    attributes = Attributes(model)
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        if tensor not in made:
+                            made[tensor] = make(tensor)
+                        table[name] = made[tensor]  # type: ignore[assignment]
+        yield made
+    finally:
+        attributes.restore()
+        set_generators(generators, home)

@@ -11,11 +11,10 @@ import torch
 import memopt
 from examples.models.checkpoints import recipe
 from examples.models.llama import TP_PLAN, LlamaSize, batch, on_meta, token_loss
-from memopt.account.account import Account
-from memopt.account.breakdown import Breakdown, breakdown
+from memopt.account.account import Account, Breakdown, breakdown
 from memopt.device.cluster import check_cluster
 from memopt.planning.cluster_step import ClusterStep, cluster_step
-from memopt.planning.on_card import on_card, without_allocator
+from memopt.planning.joined import on_card, without_allocator
 from memopt.planning.priced_step import PricedStep
 
 _ROOMY_GB = 2.0**30

@@ -174,37 +174,36 @@ def replay(
     return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.releases)
 
 
-@dataclass(frozen=True)
-class Spare:
-    """A safety margin for memory that no replay shows: `share` of every `share + whole` bytes of a limit stay free."""
+_WHOLE = 1000
+"""A safety margin for memory that no replay shows is given as its `spare`: of `_WHOLE + spare` bytes, `spare` stay
+free."""
 
-    share: int
-    whole: int = 1000
 
-    def added_to(self, nbytes: int) -> int:
-        """The smallest limit that leaves `nbytes` after the margin is subtracted: the inverse of `taken_from`."""
-        return -(-nbytes * (self.whole + self.share) // self.whole)
+def with_spare(nbytes: int, spare: int) -> int:
+    """The smallest limit that leaves `nbytes` after the margin is subtracted: the inverse of `without_spare`."""
+    return -(-nbytes * (_WHOLE + spare) // _WHOLE)
 
-    def taken_from(self, nbytes: int) -> int:
-        """The bytes of the limit `nbytes` that are left after the margin is subtracted."""
-        return nbytes * self.whole // (self.whole + self.share)
+
+def without_spare(nbytes: int, spare: int) -> int:
+    """The bytes of the limit `nbytes` that are left after the margin is subtracted."""
+    return nbytes * _WHOLE // (_WHOLE + spare)
 
 
 def replay_with_spare(
     ways: Sequence[Sequence[BlockCall]],
     blocks: StepBlocks,
-    spare: Spare,
+    spare: int,
     *,
     expandable_segments: bool,
     limit_bytes: int,
 ) -> AllocatorPeaks:
-    """The peaks of the allocator when the margin `spare` of `limit_bytes` stays free: the largest over all `ways` in
-    which a step may allocate and free. The step must also fit when half of the margin stays free, and when nothing
-    does; the latter with and without copies of the inputs, as a region's first run makes them, and with and without
-    `rising` (see `CachingAllocator`). The limit decides when the allocator returns segments, and so where blocks lie,
-    and which blocks are a little larger than requested: a process may run out of memory with a larger limit and not
-    with a smaller one. Raises `CardFullError` where a replay needs more than its limit."""
-    least = spare.taken_from(limit_bytes)
+    """The peaks of the allocator when the margin `spare` (see `with_spare`) of `limit_bytes` stays free: the largest
+    over all `ways` in which a step may allocate and free. The step must also fit when half of the margin stays free,
+    and when nothing does; the latter with and without copies of the inputs, as a region's first run makes them, and
+    with and without `rising` (see `CachingAllocator`). The limit decides when the allocator returns segments, and so
+    where blocks lie, and which blocks are a little larger than requested: a process may run out of memory with a larger
+    limit and not with a smaller one. Raises `CardFullError` where a replay needs more than its limit."""
+    least = without_spare(limit_bytes, spare)
     bare = replace(blocks, copies=())
     runs = [
         (least, blocks, False),

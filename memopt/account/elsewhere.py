@@ -12,8 +12,7 @@ from torch import nn
 
 from memopt.account.account import BOOKKEEPING_BYTES, Account, in_blocks
 from memopt.account.eager_bytes import allocated_bytes
-from memopt.account.optimizer_copy import held_tensors
-from memopt.account.optimizer_trial import LiveOptimizer, steps_any
+from memopt.account.optimizer_trial import LiveOptimizer, held_tensors, steps_any
 from memopt.compat.tensors import with_memory
 from memopt.device.devices import device_of
 from memopt.live_objects import live_objects

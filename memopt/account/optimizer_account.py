@@ -12,10 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from memopt.account.eager_bytes import EagerBytes, MetaBytes
-from memopt.account.optimizer_copy import held_tensors
 from memopt.account.optimizer_trial import (
     Layout,
     OptimizerLike,
+    held_tensors,
     on_meta,
     optimizer_on_fakes,
     parameters_of,

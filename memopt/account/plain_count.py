@@ -12,11 +12,16 @@ import torch
 from torch import nn
 
 from memopt.account.account import distinct_bytes
-from memopt.account.eager_bytes import EagerBytes, RealBytes, TensorsTooLarge, ValueIsRead, WorkspaceUnknown
-from memopt.account.uncomputed_bytes import UncomputedBytes
+from memopt.account.eager_bytes import (
+    EagerBytes,
+    RealBytes,
+    TensorsTooLarge,
+    UncomputedBytes,
+    ValueIsRead,
+    WorkspaceUnknown,
+)
 from memopt.capture.dry_run import without_gradients
 from memopt.capture.inputs import Call, fake_call, replaced_tensors, tensors_in
-from memopt.capture.on_fakes import replaced_parameters
 from memopt.compat.autograd import (
     FREED,
     Retention,
@@ -40,7 +45,7 @@ from memopt.device.devices import device_here, device_of
 from memopt.device.op_call import OpCall
 from memopt.device.workspace import call_workspace_bytes
 from memopt.saved_values import draws_so_far, values_restored
-from memopt.training_state import undone, undone_but_parameters
+from memopt.training_state import replaced_parameters, undone, undone_but_parameters
 
 Run: TypeAlias = Callable[..., Any]
 """The forward of a model and its loss."""

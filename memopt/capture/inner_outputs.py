@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from memopt.capture.between import CrossedByDerivative
 from memopt.capture.dynamo_graph import result_values
 from memopt.compat.autograd import (
     Addition,
@@ -25,29 +24,17 @@ from memopt.compat.autograd import (
     edges_reached,
     gradients_asked,
     has_node,
-    is_differentiable,
     runs_node,
 )
 from memopt.compat.hooks import defer_hooks
-from memopt.errors import UnplannedGradientError
+from memopt.errors import CaptureError, UnplannedGradientError
 from passes.graphs.node_facts import graph_results
 
 
-def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
-    """The inner outputs of a region, from which other results are computed: a dict from the position of each among the
-    results of the graph to the positions of those results through which a gradient reaches it.
-
-    They are found in the autograd graph of the stored values (`example_value`), which includes in-place writes, also
-    through views."""
-    stored = enumerate(result_values(graph_module))
-    values = {at: value for at, value in stored if is_differentiable(value)}
-    edges = {position: edge_of(value) for position, value in values.items()}
-    reached = {position: edges_reached([value], ()) for position, value in values.items()}
-    found = {
-        position: frozenset(other for other in values if other != position and edge in reached[other])
-        for position, edge in edges.items()
-    }
-    return {position: others for position, others in found.items() if others}
+class CrossedByDerivative(CaptureError):
+    """Raised where eager code needs a derivative through a region that the region's backward cannot give: gradients of
+    gradients (`create_graph=True`), or the gradient of an output from which the region computes other outputs. The
+    message is how a refusal goes on after the reason for a graph break and "and it"."""
 
 
 def run_from(

@@ -1,14 +1,17 @@
-"""Example inputs: as the user gives them, as the arguments of a call, and as fake tensors on the planned device."""
+"""Example inputs: as the user gives them, as the arguments of a call, and as fake tensors on the planned device; and
+which of their sizes the user declares to change from batch to batch."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from memopt.compat.dynamo import marked_changing
 from memopt.compat.fakes import FakeTensor, FakeTensorMode, to_fake
 from memopt.compat.modules import Parts
 from memopt.compat.operators import tree_leaves, tree_map
@@ -237,3 +240,128 @@ def copied(call: Call) -> Call:
 def _kind(value: Any) -> str:
     """A value's type for an error message, with the length of a tuple or list."""
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
+
+
+Place: TypeAlias = tuple[int, int]
+"""The number of a tensor in `tensors_in(call)`, and one of its dimensions."""
+
+
+def declared_sizes(dynamic: Any, call: Call, model: nn.Module, *, with_targets: bool) -> dict[Place, int | None]:
+    """The dimensions of a call's tensors that the user declares to change, as `(number of the tensor, dimension)`, each
+    with its largest size, or None where the declaration has no `max`.
+
+    Args:
+        dynamic: nested like the batch (a dict by the forward's argument names, or a tuple), with `{dimension: Dim}` or
+            a sequence of one `Dim` per dimension for a tensor, None for what does not change. A `Dim` is
+            `torch.export.Dim("length", max=2048)`, `Dim.AUTO` or `Dim.DYNAMIC`; None, `Dim.STATIC` and numbers are
+            sizes that do not change.
+        with_targets: the call is `(inputs, targets)`, as with a `loss_fn`.
+
+    Raises `ValueError` for a name, a dimension or a value that does not fit the batch."""
+    if dynamic is None:
+        return {}
+    numbers = tensor_numbers(call)
+    given: Any = call[0]
+    if with_targets and len(given) == 1:
+        (given,) = given  # the batch of a loss function that takes the model
+    elif not with_targets and isinstance(dynamic, Mapping):
+        given = {**dict(zip(inspect.signature(model.forward).parameters, call[0], strict=False)), **call[1]}
+    return {
+        (numbers[id(tensor)], dimension): most
+        for tensor, dimensions in _matched(dynamic, given, "dynamic")
+        for dimension, most in dimensions.items()
+    }
+
+
+def all_places(call: Call) -> set[Place]:
+    """All dimensions of a call's tensors, each as `(number of the tensor in tensors_in, dimension)`."""
+    return {(number, dim) for number, tensor in enumerate(tensors_in(call)) for dim in range(tensor.dim())}
+
+
+def markable(call: Call, places: Collection[Place]) -> set[Place]:
+    """The part of `places`, pairs `(number of the tensor, dimension)`, whose sizes can become symbols: those above 1,
+    since torch takes sizes of 0 and 1 as constants."""
+    tensors = tensors_in(call)
+    return {(number, dimension) for number, dimension in places if tensors[number].shape[dimension] > 1}
+
+
+def marked(call: Call, places: Collection[Place]) -> AbstractContextManager[None]:
+    """A context in which Dynamo, when it captures `call`, makes symbols of the sizes at `places`: dimensions of the
+    call's tensors, each as `(number of the tensor, dimension)`."""
+    tensors = tensors_in(call)
+    return marked_changing([(tensors[number], dimension) for number, dimension in places])
+
+
+def at_largest(call: Call, places: Mapping[Place, int | None]) -> Call:
+    """The call with "meta" tensors in place of its tensors, in which each dimension in `places` has its declared
+    largest size, if it has one. The call itself where no largest size is declared."""
+    if not any(places.values()):
+        return call
+    numbers = tensor_numbers(call)
+
+    def largest(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        for (number, dimension), most in places.items():
+            if number == numbers[id(tensor)] and most is not None:
+                shape[dimension] = most
+        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+    return replaced_tensors(call, largest)
+
+
+def _matched(dynamic: Any, given: Any, path: str) -> Iterator[tuple[torch.Tensor, dict[int, int | None]]]:
+    """The tensors in `given` that have changing sizes: their dimensions, and the largest size of each.
+
+    `path` names this part of `dynamic` in errors. Raises `ValueError` where it is not nested as `given` is, or names
+    what `given` does not have."""
+    if dynamic is None:
+        return
+    if isinstance(given, torch.Tensor):
+        yield given, _dimensions(dynamic, given, path)
+    elif isinstance(given, Mapping) and isinstance(dynamic, Mapping):
+        for name, inner in dynamic.items():
+            if name not in given:
+                raise ValueError(
+                    f"{path} names {name!r}, which is not in the batch; it has {', '.join(map(repr, given))}"
+                )
+            yield from _matched(inner, given[name], f"{path}[{name!r}]")
+    elif isinstance(given, Sequence) and isinstance(dynamic, Sequence) and len(dynamic) <= len(given):
+        for number, inner in enumerate(dynamic):
+            yield from _matched(inner, given[number], f"{path}[{number}]")
+    else:
+        raise ValueError(
+            f"{path} must be nested like the batch, such as {{'input_ids': {{1: Dim('length', max=2048)}}}}, "
+            f"not {dynamic!r}"
+        )
+
+
+def _dimensions(dynamic: Any, tensor: torch.Tensor, path: str) -> dict[int, int | None]:
+    """The changing dimensions of one tensor, with the largest size of each if it has one.
+
+    Raises `ValueError` for what is no such dimensions, for a dimension that the tensor does not have, and for a largest
+    size below its own."""
+    if isinstance(dynamic, str) or not isinstance(dynamic, (Mapping, Sequence)):
+        raise ValueError(f"{path} must name dimensions, such as {{1: Dim('length', max=2048)}}, not {dynamic!r}")
+    sizes = dynamic.items() if isinstance(dynamic, Mapping) else enumerate(dynamic)
+    found: dict[int, int | None] = {}
+    for dimension, dim in sizes:
+        if not isinstance(dimension, int) or not -tensor.dim() <= dimension < tensor.dim():
+            raise ValueError(
+                f"{path} names dimension {dimension!r} of a tensor of shape {tuple(tensor.shape)}; name one it has"
+            )
+        place = dimension % tensor.dim()
+        if dim is None or isinstance(dim, int) or dim == torch.export.Dim.STATIC:
+            continue
+        if not (isinstance(dim, type(torch.export.Dim.AUTO)) or hasattr(dim, "max")):
+            raise ValueError(
+                f"{path}[{dimension}] must be a torch.export.Dim, such as Dim('length', max=2048), or None for "
+                f"a size that does not change, not {dim!r}"
+            )
+        most = getattr(dim, "max", None)
+        found[place] = int(most) if most is not None and most < 2**60 else None
+        if found[place] is not None and tensor.shape[place] > found[place]:  # type: ignore[operator]
+            raise ValueError(
+                f"{path}[{dimension}] says that dimension {dimension} is at most {found[place]}, but the batch has "
+                f"{tensor.shape[place]}; give that Dim a larger max, or a smaller batch"
+            )
+    return found

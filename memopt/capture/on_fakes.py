@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from memopt.compat.dynamo import keep_nodes
 from memopt.compat.fakes import FakeTensorMode, new_fake_mode, to_fake
 from memopt.compat.host import HOST
 from memopt.saved_values import generator_states, set_generators
-from memopt.training_state import Attributes
+from memopt.training_state import Attributes, replaced_parameters
 
 
 @dataclass(frozen=True)
@@ -36,31 +35,6 @@ class ParameterCast:
         """The dtype that a parameter or buffer is planned with."""
         narrows = isinstance(tensor, nn.Parameter) and tensor.dtype is torch.float32 and id(tensor) not in self.kept
         return self.dtype if narrows else tensor.dtype
-
-
-@contextmanager
-def replaced_parameters(
-    model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[Mapping[torch.Tensor, torch.Tensor]]:
-    """A context in which each parameter and buffer is replaced by `make(tensor)`, made once for a tensor in several
-    places; yields the replacement of each original. At the end all module attributes and random generators are
-    restored, also those that the forward changed meanwhile."""
-    home = next(model.parameters()).device
-    generators = generator_states(home)
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    attributes = Attributes(model)
-    try:
-        for module in model.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        if tensor not in made:
-                            made[tensor] = make(tensor)
-                        table[name] = made[tensor]  # type: ignore[assignment]
-        yield made
-    finally:
-        attributes.restore()
-        set_generators(generators, home)
 
 
 def capture_on_fakes(

@@ -1,5 +1,5 @@
-"""The outputs of a region beside its loss: which are not differentiated, and which the region does not return because
-pieces of its forward compute them on demand."""
+"""The outputs of a region beside its loss: which are not differentiated, which the region does not return because
+pieces of its forward compute them on demand, and from which others are computed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memopt.capture.dynamo_graph import result_values
+from memopt.compat.autograd import edge_of, edges_reached, is_differentiable
 from memopt.compat.fakes import FakeTensor
 from memopt.compat.operators import ENTERS_AUTOCAST, LEAVES_AUTOCAST, SETS_GRAD_MODE, RunningBy, schema_of
 from memopt.compat.symbols import data_symbols_of, largest_value
@@ -327,3 +329,20 @@ def _is_pure(piece: Piece, example: torch.Tensor) -> bool:
     with torch.no_grad(), mode, RunningBy(run):
         piece.run([node.meta["example_value"] for node in piece.module.graph.find_nodes(op="placeholder")])
     return pure
+
+
+def feeding(graph_module: fx.GraphModule) -> dict[int, frozenset[int]]:
+    """The inner outputs of a region, from which other results are computed: a dict from the position of each among the
+    results of the graph to the positions of those results through which a gradient reaches it.
+
+    They are found in the autograd graph of the stored values (`example_value`), which includes in-place writes, also
+    through views."""
+    stored = enumerate(result_values(graph_module))
+    values = {at: value for at, value in stored if is_differentiable(value)}
+    edges = {position: edge_of(value) for position, value in values.items()}
+    reached = {position: edges_reached([value], ()) for position, value in values.items()}
+    found = {
+        position: frozenset(other for other in values if other != position and edge in reached[other])
+        for position, edge in edges.items()
+    }
+    return {position: others for position, others in found.items() if others}

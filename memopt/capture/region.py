@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from memopt.capture.author_modes import CallerModes, Untraceable, attention_kernels, autocast_blocks
-from memopt.capture.derivatives import prepare_derivatives, takes_derivatives
+from memopt.capture.caller_modes import CallerModes, attention_kernels, autocast_blocks
 from memopt.capture.dynamo_graph import (
     check_shards,
     inline_nested_regions,
     mark_checkpoints,
     nodes_within,
+    prepare_derivatives,
     result_values,
     settle_numbers,
+    takes_derivatives,
 )
-from memopt.capture.inner_outputs import feeding
-from memopt.capture.operators import OperatorGraph, operator_graph
-from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of
+from memopt.capture.operators import OperatorGraph, Untraceable, operator_graph
+from memopt.capture.outputs import DeferredOutputs, defer_outputs, detach_all_but_loss, example_of, feeding
 from memopt.compat.dynamo import capture_settings, changes_objects, tracing_again
 from memopt.compat.fakes import FakeTensor, forget_dispatches
 from memopt.compat.operators import ENTERS_AUTOCAST

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,91 +96,82 @@ STYLES = (COLUMNS, ROWS, GATHERED_COLUMNS)
 _SEQUENCE, _LAST = 1, -1
 
 
-@dataclass(frozen=True)
-class TensorParallel:
-    """How the layers of a model are split over cards: the style of each layer by its path."""
+def styles_of(model: nn.Module, cards: int, plan: Mapping[str, str] | None) -> dict[str, str]:
+    """The style by which each layer of a model is split over `cards`, by the layer's path. `plan` maps patterns of
+    paths ("layers.*.attention.wq") to styles; without it, the model's own plan (`tp_plan` of transformers) is used.
 
-    cards: int
-    styles: Mapping[str, str]
-
-    @classmethod
-    def of(cls, model: nn.Module, cards: int, plan: Mapping[str, str] | None) -> TensorParallel:
-        """The styles of a model's layers. `plan` maps patterns of paths ("layers.*.attention.wq") to styles; without
-        it, the model's own plan (`tp_plan` of transformers) is used.
-
-        Raises `ValueError` where there is no plan, where `plan` has an unknown style or a pattern that no module
-        matches, where a named layer is neither `Linear` nor `Embedding`, and where `cards` does not divide a size."""
-        own = plan if plan is not None else own_tp_plan(model)
-        if not own:
+    Raises `ValueError` where there is no plan, where `plan` has an unknown style or a pattern that no module matches,
+    where a named layer is neither `Linear` nor `Embedding`, and where `cards` does not divide a size."""
+    own = plan if plan is not None else own_tp_plan(model)
+    if not own:
+        raise ValueError(
+            f"{type(model).__name__} does not say how 'tp' in mesh splits its layers; give tp_plan, such as "
+            "{'layers.*.attention.wq': 'colwise', 'layers.*.attention.wo': 'rowwise'}"
+        )
+    styles = dict(_styles(model, own, given=plan is not None))
+    for path, style in styles.items():
+        weight = _weight(model.get_submodule(path), path)
+        dim = _split_dim(model.get_submodule(path), style)
+        if weight.shape[dim] % cards:
             raise ValueError(
-                f"{type(model).__name__} does not say how 'tp' in mesh splits its layers; give tp_plan, such as "
-                "{'layers.*.attention.wq': 'colwise', 'layers.*.attention.wo': 'rowwise'}"
+                f"'tp': {cards} in mesh does not divide the {weight.shape[dim]} "
+                f"{'rows' if dim == 0 else 'columns'} of {path}.weight; give a size that does"
             )
-        found = cls(cards, dict(_styles(model, own, given=plan is not None)))
-        found._check(model)
-        return found
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(getattr(model, "config", None), name, None)
+        if isinstance(heads, int) and heads % cards:
+            raise ValueError(f"'tp': {cards} in mesh does not divide {name}={heads}; give a size that does")
+    return styles
 
-    def _check(self, model: nn.Module) -> None:
-        """Raise `ValueError` for sizes that do not divide: widths of layers, and heads where the model's configuration
-        has them."""
-        for path, style in self.styles.items():
-            weight = _weight(model.get_submodule(path), path)
-            dim = _split_dim(model.get_submodule(path), style)
-            if weight.shape[dim] % self.cards:
-                raise ValueError(
-                    f"'tp': {self.cards} in mesh does not divide the {weight.shape[dim]} "
-                    f"{'rows' if dim == 0 else 'columns'} of {path}.weight; give a size that does"
-                )
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            heads = getattr(getattr(model, "config", None), name, None)
-            if isinstance(heads, int) and heads % self.cards:
-                raise ValueError(f"'tp': {self.cards} in mesh does not divide {name}={heads}; give a size that does")
 
-    def part_of(self, model: nn.Module) -> nn.Module:
-        """Reduce a model on "meta" to one card's part of it, in place, and return it: parameters get their local
-        shapes, and hooks stand for the exchanges with the other cards."""
-        for path, style in self.styles.items():
-            self._split(model.get_submodule(path), style)
-        regions = _regions(self.styles)
-        for path in regions:
-            self._exchange_input(model.get_submodule(path), GATHER_SHARDS)
-        blocks = list(dict.fromkeys(block for path in regions if (block := block_of(path))))
-        if blocks:
-            self._exchange_input(model.get_submodule(blocks[0]), TAKE_PART)
-            if not any(style != ROWS and "." not in path for path, style in self.styles.items()):
-                self._exchange_output(model.get_submodule(blocks[-1]), GATHER_COPIES, _SEQUENCE)
-        return model
+def part_of_one_card(model: nn.Module, cards: int, styles: Mapping[str, str]) -> nn.Module:
+    """Reduce a model on "meta", whose layers are split by these styles (`styles_of`), to one card's part of it, in
+    place, and return it: parameters get their local shapes, and hooks stand for the exchanges with the other cards."""
+    for path, style in styles.items():
+        _split(model.get_submodule(path), style, cards)
+    regions = _regions(styles)
+    for path in regions:
+        _exchange_input(model.get_submodule(path), GATHER_SHARDS, cards)
+    blocks = list(dict.fromkeys(block for path in regions if (block := block_of(path))))
+    if blocks:
+        _exchange_input(model.get_submodule(blocks[0]), TAKE_PART, cards)
+        if not any(style != ROWS and "." not in path for path, style in styles.items()):
+            _exchange_output(model.get_submodule(blocks[-1]), GATHER_COPIES, cards, _SEQUENCE)
+    return model
 
-    def _split(self, layer: nn.Module, style: str) -> None:
-        dim = _split_dim(layer, style)
-        layer.weight = _part(_weight(layer, ""), self.cards, dim)
-        bias = getattr(layer, "bias", None)
-        if bias is not None and style != ROWS:
-            layer.bias = _part(bias, self.cards, 0)
-        if style == ROWS and isinstance(layer, nn.Embedding):
-            self._exchange_output(layer, SUM_SHARDS, 0)
-        elif style == ROWS:
-            self._exchange_output(layer, SCATTER_SUMS, _SEQUENCE)
-        elif style == GATHERED_COLUMNS:
-            self._exchange_output(layer, GATHER_COPIES, _LAST)
 
-    def _exchange_input(self, module: nn.Module, exchange: Any) -> None:
-        """Have the first floating-point argument of a module's calls go through an exchange along its sequence."""
+def _split(layer: nn.Module, style: str, cards: int) -> None:
+    dim = _split_dim(layer, style)
+    layer.weight = _part(_weight(layer, ""), cards, dim)
+    bias = getattr(layer, "bias", None)
+    if bias is not None and style != ROWS:
+        layer.bias = _part(bias, cards, 0)
+    if style == ROWS and isinstance(layer, nn.Embedding):
+        _exchange_output(layer, SUM_SHARDS, cards, 0)
+    elif style == ROWS:
+        _exchange_output(layer, SCATTER_SUMS, cards, _SEQUENCE)
+    elif style == GATHERED_COLUMNS:
+        _exchange_output(layer, GATHER_COPIES, cards, _LAST)
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return _with_first(module, args, kwargs, lambda value: exchange(value, self.cards, _SEQUENCE))
 
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+def _exchange_input(module: nn.Module, exchange: Any, cards: int) -> None:
+    """Have the first floating-point argument of a module's calls go through an exchange along its sequence."""
 
-    def _exchange_output(self, module: nn.Module, exchange: Any, dim: int) -> None:
-        """Have what a module returns, or the first of a tuple, go through an exchange along `dim`."""
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _with_first(module, args, kwargs, lambda value: exchange(value, cards, _SEQUENCE))
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return exchange(output[0], self.cards, dim), *output[1:]
-            return exchange(output, self.cards, dim)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
-        module.register_forward_hook(hook)
+
+def _exchange_output(module: nn.Module, exchange: Any, cards: int, dim: int) -> None:
+    """Have what a module returns, or the first of a tuple, go through an exchange along `dim`."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return exchange(output[0], cards, dim), *output[1:]
+        return exchange(output, cards, dim)
+
+    module.register_forward_hook(hook)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

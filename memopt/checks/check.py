@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.account.breakdown import ANY_LINK
+from memopt.account.account import ANY_LINK
 from memopt.account.optimizer_trial import optimizer_restored, state_tensors
 from memopt.capture.inputs import Call, batch_call, check_device, tensors_in
 from memopt.checks.measured_step import bytes_on, optimised

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.caller_modes import autocast_is_on
 from memopt.capture.inputs import Call, batch_call, check_device, copied, tensors_in
 from memopt.checks.comparison import Comparison, differences_of
 from memopt.checks.measured_step import MeasuredStep, autocast_step, first_run, measured, optimised, scaled
@@ -22,7 +22,7 @@ from memopt.errors import GradientMismatchError
 from memopt.planning.changes import source_line
 from memopt.planning.plan import Plan
 from memopt.progress import stage
-from memopt.rewrite.policy import dtype_name
+from memopt.rewrite.dtypes import dtype_name
 from memopt.run.session import Session
 from memopt.saved_values import parameters_restored, values_restored
 from memopt.training_state import TrainingState, containers_restored

@@ -11,7 +11,7 @@ from memopt.capture.dynamo_graph import AUTHOR_CHECKPOINT
 from memopt.device.storages import storage_bytes
 from memopt.planning.changes import GraphFacts
 from memopt.planning.plan import Plan
-from memopt.planning.plan_views import named_nodes
+from memopt.planning.plan_graphs import named_nodes
 from memopt.show.step import Step, smallest_memory, step_of
 from passes.graphs.node_facts import is_tangent, module_path
 

@@ -15,7 +15,7 @@ from memopt.account.account import distinct_bytes
 from memopt.capture.dynamo import in_brief
 from memopt.checks.comparison import StepRun
 from memopt.meter import measure_peak
-from memopt.rewrite.policy import dtype_name
+from memopt.rewrite.dtypes import dtype_name
 from memopt.run.loss import scalar_loss
 from memopt.run.session import Session, session_of
 from memopt.saved_values import generator_states

@@ -10,8 +10,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from memopt.api import optimize, remove
-from memopt.planning.keywords import takes_options
-from memopt.planning.options import DEFAULTS, StepOptions, check_options
+from memopt.planning.options import DEFAULTS, StepOptions, check_options, takes_options
 from memopt.planning.plan import Plan
 from memopt.run.session import session_of
 

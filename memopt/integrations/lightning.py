@@ -9,8 +9,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from memopt.integrations.budgeted import Budgeted
-from memopt.planning.keywords import takes_options
-from memopt.planning.options import DEFAULTS, StepOptions
+from memopt.planning.options import DEFAULTS, StepOptions, takes_options
 
 
 class MemoptCallback(Callback):

@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import Unpack
 
-from memopt.planning.keywords import takes_options
-from memopt.planning.options import DEFAULTS, StepOptions, check_options
+from memopt.planning.options import DEFAULTS, StepOptions, check_options, takes_options
 from memopt.run.pipeline import PlannedSchedule, planned_schedule_of
 
 Schedule = TypeVar("Schedule")

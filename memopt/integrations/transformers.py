@@ -11,8 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import Unpack
 
 from memopt.integrations.budgeted import Budgeted
-from memopt.planning.keywords import takes_options
-from memopt.planning.options import DEFAULTS, StepOptions
+from memopt.planning.options import DEFAULTS, StepOptions, takes_options
 
 _log = logging.getLogger("memopt")
 

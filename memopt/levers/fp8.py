@@ -8,9 +8,9 @@ from memopt.capture.operators import Rewriting
 from memopt.device import Hardware
 from memopt.levers.lever import Deciders, GraphChange, Lever
 from memopt.levers.precision import DecidePrecision
+from memopt.rewrite.dtypes import Rules
 from memopt.rewrite.narrow import FP8_ACTIVATIONS as SAVED_IN_FP8
 from memopt.rewrite.narrow import DecideFp8, has_units, note_activations, quantizing
-from memopt.rewrite.policy import Rules
 
 
 def _lever(name: str, scaling: str, scales: str) -> Lever:

@@ -8,18 +8,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.caller_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph, Operators, Rewriting
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.levers.lever import Lever
-from memopt.rewrite.assign import AssignPrecision
+from memopt.rewrite.dtypes import AssignPrecision, Policy, PrecisionPlan, Rules, low_dtype, searches
 from memopt.rewrite.narrow import narrowing
 from memopt.rewrite.op_prices import OpPrices
-from memopt.rewrite.policy import Policy, PrecisionPlan, Rules, low_dtype, searches
-from memopt.rewrite.screen import KeptOut
-from memopt.rewrite.screenings import Screenings
-from memopt.rewrite.search import SearchPrecision
+from memopt.rewrite.screen import KeptOut, Screenings
+from memopt.rewrite.search import search_precision
 from passes import EliminateDeadCode, InsertCasts, MergeCasts, Pipeline
 
 LABEL = "precision"
@@ -84,7 +82,7 @@ class DecidePrecision:
         def decide(kept_out: KeptOut) -> PrecisionPlan:
             out = (*self.kept_out, *kept_out)
             default = AssignPrecision(self.low, self.rules, graph.author_typed, out, self.sums_in_16_bits)
-            return SearchPrecision(default, self.prices)(graph) if self.prices else default(graph.module)
+            return search_precision(graph, default, self.prices) if self.prices else default(graph.module)
 
         if self.screenings is None:
             return decide(())

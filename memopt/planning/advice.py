@@ -21,8 +21,7 @@ from memopt.capture.tensor_parallel import meta_copy
 from memopt.device import hardware, known_hardware
 from memopt.device.devices import device_of
 from memopt.errors import GIB, CaptureError, Way, round_up, would_do
-from memopt.levers.all import allow_exactly
-from memopt.levers.decided_elsewhere import EXPANDABLE_SEGMENTS, MICROBATCH, OFFLOAD_PARAMETERS, may_expand
+from memopt.levers.all import EXPANDABLE_SEGMENTS, MICROBATCH, OFFLOAD_PARAMETERS, allow_exactly, may_expand
 from memopt.microbatch import samples_of, split
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.plan_search import ADAPTERS, CAPTURE, PlanSearch, Tries

@@ -21,26 +21,24 @@ from memopt.capture.data_sizes import DataSizes, Observed, is_real, match, new_s
 from memopt.capture.dry_run import cannot_capture
 from memopt.capture.dynamo_graph import BETWEEN_REGIONS, departures, is_tensor_parallel
 from memopt.capture.inputs import Call, tensors_in
-from memopt.capture.joint import JointGraph
+from memopt.capture.joint import JointGraph, accumulating, autocast_to, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.capture.on_fakes import ParameterCast, capture_on_fakes
 from memopt.capture.operators import Rewriting
 from memopt.capture.region import RecordedRegion
-from memopt.capture.trace import accumulating, autocast_to, eager_of_runs, passed_of_runs, sizes_of_runs
 from memopt.compat.tensors import is_wrapper, special_kind, storage_key
 from memopt.errors import BudgetError, CaptureError
-from memopt.levers.decided_elsewhere import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, RECOMPUTE, offload_link
+from memopt.levers.all import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, RECOMPUTE, offload_link
 from memopt.levers.precision import DecidePrecision, check_rules
 from memopt.lru import LruCache
-from memopt.planning.call_accounts import CallAccounts, Looks
+from memopt.planning.call_accounts import CallAccounts, Looks, OptimizerChoice
 from memopt.planning.job_key import PlanJob
-from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.priced_step import PriceSettings, TracedStep
 from memopt.planning.terms import ModelTerms, Situation
 from memopt.progress import stage
-from memopt.rewrite.screenings import Screenings
-from memopt.rewrite.trace import Traces, trace_call
+from memopt.rewrite.screen import Screenings
+from memopt.rewrite.trace import MOST_TRACES, Traces, trace_call
 
 LOSS_OUTSIDE = (
     "the loss is computed outside of the model: the memory that it takes is not planned; give optimize the loss_fn, or "
@@ -79,7 +77,7 @@ class CallPlanner:
         """Whether all outputs of the model may get gradients, not the loss alone."""
         self._traces: LruCache[tuple[tuple[RecordedRegion, ...], int], tuple[JointGraph, ...]] = LruCache(_MOST_STEPS)
         """Joint graphs, by the regions of a captured call and the number of the lever set."""
-        self.traces = Traces()
+        self.traces: Traces = LruCache(MOST_TRACES)
         """The joint graphs of single regions."""
         self._steps: LruCache[tuple[Any, ...], tuple[CapturedCall, TracedStep]] = LruCache(_MOST_STEPS)
         """Traced steps, by the `id` of a captured call, the number of the lever set and the parameters with hooks."""

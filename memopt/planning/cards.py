@@ -12,7 +12,7 @@ from memopt.account.account import Account, for_card
 from memopt.device import Hardware, hardware, known_hardware
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError, CaptureError
-from memopt.levers.decided_elsewhere import OFFLOAD_ACTIVATIONS, offload_link
+from memopt.levers.all import OFFLOAD_ACTIVATIONS, offload_link
 from memopt.planning.options import Effort
 from memopt.planning.planner import NEGLIGIBLE, Request, smallest, solve_on_card
 from memopt.planning.priced_step import PricedStep

@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from memopt.account.account import Account
-from memopt.account.breakdown import ANY_LINK, breakdown, live_versions
+from memopt.account.account import ANY_LINK, Account, breakdown, live_versions
 from memopt.errors import BudgetError
 from memopt.planning.figures import plain_beside, plain_step, recounted, rows_to
-from memopt.planning.joined import Joined
-from memopt.planning.on_card import within
+from memopt.planning.joined import Joined, within
 from memopt.planning.plan import Plan, ReceiptRow
 from memopt.planning.planner import NEGLIGIBLE, smallest
 from memopt.planning.schedule_parts import evaluations_until_return, forward_evaluations, halves, held_after_forward

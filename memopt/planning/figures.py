@@ -8,27 +8,19 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from memopt.account.account import Account
-from memopt.account.breakdown import Breakdown, breakdown
+from memopt.account.account import Account, Breakdown, breakdown
 from memopt.errors import GIB
-from memopt.levers.decided_elsewhere import (
-    EXPANDABLE_SEGMENTS,
-    OFFLOAD_ACTIVATIONS,
-    OFFLOAD_PARAMETERS,
-    RECOMPUTE,
-    REINPLACE,
-)
+from memopt.levers.all import EXPANDABLE_SEGMENTS, OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, RECOMPUTE, REINPLACE
 from memopt.levers.precision import LEFT_TO_AUTOCAST, PRECISION
 from memopt.planning.cluster_step import cluster_step
 from memopt.planning.frontier import Frontier, FrontierPoint
-from memopt.planning.joined import Joined
-from memopt.planning.on_card import on_card
+from memopt.planning.joined import Joined, on_card
 from memopt.planning.options import Effort
 from memopt.planning.plan import CAPTURE, PLAIN_STEP, Plan, PlanSource, ReceiptRow
 from memopt.planning.planner import Request, least_on_card, recipes, smallest, solve_with_steps, step_peak_bytes
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.schedule_parts import RegionSchedule, decision_rows, held_after_forward, module_rows
-from memopt.price.node_prices import host_seconds
+from memopt.price.price import host_seconds
 from memopt.progress import stage
 from memopt.solver import OffloadSolution, Schedule, Solution, floor_bytes, simulate, warm_up
 

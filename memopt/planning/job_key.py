@@ -18,7 +18,7 @@ from torch import fx, nn
 
 import passes
 from memopt.account.account import account_of
-from memopt.capture.author_modes import CallerModes
+from memopt.capture.caller_modes import CallerModes
 from memopt.capture.inputs import Call, call_signature, tensor_numbers, tensors_in
 from memopt.compat.card import expandable_segments, may_turn_on_expandable_segments
 from memopt.compat.tensors import is_opaque, spread_of

@@ -32,6 +32,8 @@ class _Bracket:
 
     budget_bytes: int
     most: int
+    step: int
+    """The size that a number stands for, in words, is this many times the number."""
     first: tuple[int, ...]
     """The numbers that are tried first, as long as they lie between what fits and what does not."""
     fits: int = 0
@@ -50,6 +52,12 @@ class _Bracket:
     def is_closed(self) -> bool:
         """Whether a number is known not to fit."""
         return self.refused <= self.most
+
+    @property
+    def within(self) -> str:
+        """The sizes between which the search goes on, in words."""
+        known = [f"{self.fits * self.step} fits" if self.fits else f"of {in_words(self.budget_bytes)}"]
+        return ", ".join(known + [f"{self.refused * self.step} does not"] * self.is_closed)
 
     def note(self, number: int, needed_bytes: int, *, fits: bool) -> None:
         """Record what a number needs, and whether it fits."""
@@ -129,76 +137,56 @@ _ENDLESS = 2**24
 _FIRST, _FIRST_ESTIMATES = (1, 2), (2, 16)
 
 
-@dataclass
-class LargestSize:
-    """Searches for the largest multiple of `step`, up to `at_most`, whose plan fits and adds at most `added_time`.
+def largest_size(
+    plan: Callable[[int], Plan],
+    budget_bytes: int,
+    step: int = 1,
+    at_most: int | None = None,
+    added_time: float = math.inf,
+    estimate: Callable[[int], int] | None = None,
+) -> int:
+    """The largest multiple of `step`, up to `at_most`, whose plan fits and adds at most `added_time`, as a fraction of
+    the time of the step with nothing recomputed.
 
     `plan(size)` raises `BudgetError` for a size that does not fit. If a size fits, all smaller ones are assumed to fit.
-    `estimate(size)`, in bytes, takes a fraction of a plan's time: the search first follows estimates, and plans only
-    sizes near the one that these lead to. A wrong estimate costs time and changes no result."""
+    `estimate(size)`, about the smallest budget in bytes that works for it, takes a fraction of a plan's time: the
+    search first follows estimates, and plans only sizes near the one that these lead to. A wrong estimate costs time
+    and changes no result.
 
-    plan: Callable[[int], Plan]
-    budget_bytes: int
-    step: int = 1
-    at_most: int | None = None
-    added_time: float = math.inf
-    """The limit, as a fraction of the time of the step with nothing recomputed."""
-    estimate: Callable[[int], int] | None = None
-    """Returns about the smallest budget in bytes that works for a size; None to plan every size that is tried."""
-    _tell: Callable[[str], None] = field(default=lambda detail: None, init=False, repr=False)
-
-    def find(self) -> int:
-        """The largest size. Raises `BudgetError` if the smallest does not fit, and `ValueError` if the smallest adds
-        more time than allowed, if every size fits and `at_most` is None, or if `at_most` is below `step`."""
-        most = _ENDLESS if self.at_most is None else self.at_most // self.step
-        if most < 1:
-            raise ValueError(f"at_most must be at least {self.step}, the smallest size to try, not {self.at_most}")
-        with stage("looking for the largest size") as self._tell:
-            estimates = self._estimates(most)
-            near = estimates.fits
-            first = (near, near + 1) if near else _FIRST
-            search = _Bracket(self.budget_bytes, most, first, needs=dict(estimates.needs))
-            while (number := search.next()) is not None:
-                self._tell(f"planning {number * self.step} ({self._within(search)})")
-                self._plan(number, search)
-        if search.fits == _ENDLESS:
-            raise ValueError(
-                "every size fits: either the inputs from make_inputs do not grow with the size, or the search needs a "
-                "limit; give at_most="
-            )
-        return search.fits * self.step
-
-    def _estimates(self, most: int) -> _Bracket:
-        """A search by estimates, after its end or after a size that cannot be captured."""
-        search = _Bracket(self.budget_bytes, most, _FIRST_ESTIMATES)
-        while self.estimate is not None and (number := search.next()) is not None:
-            self._tell(f"estimating {number * self.step} ({self._within(search)})")
+    Raises `BudgetError` if the smallest size does not fit, and `ValueError` if the smallest adds more time than
+    allowed, if every size fits and `at_most` is None, or if `at_most` is below `step`."""
+    most = _ENDLESS if at_most is None else at_most // step
+    if most < 1:
+        raise ValueError(f"at_most must be at least {step}, the smallest size to try, not {at_most}")
+    with stage("looking for the largest size") as tell:
+        search = _Bracket(budget_bytes, most, step, _FIRST_ESTIMATES)
+        while estimate is not None and (number := search.next()) is not None:
+            tell(f"estimating {number * step} ({search.within})")
             try:
-                needed = self.estimate(number * self.step)
+                needed = estimate(number * step)
             except CaptureError:  # planning that size raises it again, if the search comes to it
                 break
-            search.note(number, needed, fits=needed <= self.budget_bytes)
-        return search
-
-    def _within(self, search: _Bracket) -> str:
-        """The sizes between which the search goes on, in words."""
-        known = [f"{search.fits * self.step} fits" if search.fits else f"of {in_words(self.budget_bytes)}"]
-        return ", ".join(known + [f"{search.refused * self.step} does not"] * search.is_closed)
-
-    def _plan(self, number: int, search: _Bracket) -> None:
-        """Plan the size of `number` times `step`, and put the result into the search. If `number` is 1, raises
-        `BudgetError` where it does not fit, and `ValueError` where it adds more time than allowed."""
-        try:
-            plan = self.plan(number * self.step)
-        except BudgetError as error:
-            if number == 1:
-                raise
-            search.note(number, error.smallest_bytes, fits=False)
-            return
-        fast = plan.added_time <= self.added_time
-        search.note(number, plan.smallest_bytes(), fits=fast)
-        if not fast and number == 1:
-            raise ValueError(
-                f"a size of {self.step} fits only with {plan.added_time:.0%} of added time, more than "
-                f"max_added_time={self.added_time:g}; raise max_added_time, or the budget"
-            )
+            search.note(number, needed, fits=needed <= budget_bytes)
+        near = search.fits
+        search = _Bracket(budget_bytes, most, step, (near, near + 1) if near else _FIRST, needs=dict(search.needs))
+        while (number := search.next()) is not None:
+            tell(f"planning {number * step} ({search.within})")
+            try:
+                found = plan(number * step)
+            except BudgetError as error:
+                if number == 1:
+                    raise
+                search.note(number, error.smallest_bytes, fits=False)
+                continue
+            search.note(number, found.smallest_bytes(), fits=found.added_time <= added_time)
+            if number == 1 and found.added_time > added_time:
+                raise ValueError(
+                    f"a size of {step} fits only with {found.added_time:.0%} of added time, more than "
+                    f"max_added_time={added_time:g}; raise max_added_time, or the budget"
+                )
+    if search.fits == _ENDLESS:
+        raise ValueError(
+            "every size fits: either the inputs from make_inputs do not grow with the size, or the search needs a "
+            "limit; give at_most="
+        )
+    return search.fits * step

@@ -1,30 +1,35 @@
-"""The options of `optimize` and `plan`, checked once when they are given; gigabytes become bytes here."""
+"""The options of `optimize` and `plan`, each typed once, and checked once when they are given; gigabytes become bytes
+here. Signatures list all options, and the error for an unknown one names the closest."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import cached_property, partial
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, ForwardRef, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar, get_args
 
 import torch
+from torch import nn
 from typing_extensions import Unpack
 
 from memopt.account.optimizer_account import refuse, takes_singly
 from memopt.account.optimizer_trial import GivenOptimizer, trial
+from memopt.capture.tensor_parallel import meta_copy, part_of_one_card, styles_of
 from memopt.compat.host import HOST
 from memopt.compat.inductor import NO_CUDA_GRAPHS, cuda_graphs_wanted
+from memopt.device.cluster import CARDS_PER_NODE, Cluster, check_cluster
 from memopt.device.devices import device_of, hardware
 from memopt.errors import GIB
 from memopt.levers import DEFAULT_LEVERS, Lever
-from memopt.levers.all import LeverName, check_allow, recompute_note
-from memopt.levers.decided_elsewhere import OFFLOAD_PARAMETERS
-from memopt.planning.cluster import ClusterOptions, check_cluster_options
-from memopt.planning.keywords import takes_options
-from memopt.rewrite.policy import Policy, check_policy
+from memopt.levers.all import OFFLOAD_PARAMETERS, LeverName, check_allow, recompute_note
+from memopt.progress import tell
+from memopt.rewrite.dtypes import Policy, check_policy
 from memopt.solver import Effort as EffortName
 from memopt.solver import Solver
 from passes import Pass
@@ -101,6 +106,36 @@ def budget_bytes(budget_gb: float | None) -> int:
     """GB of 1024³ bytes in bytes. Raises `TypeError` for no number, `ValueError` where not positive and finite."""
     kind, bounds = "a number of gigabytes, such as 12 or 7.5", "a positive, finite number of gigabytes (of 1024³ bytes)"
     return int(_real("budget_gb", budget_gb, kind, bounds, positive=True) * GIB)
+
+
+# The share of a card's memory that stays free where no budget is given: for other programs and the driver.
+_MARGIN = 0.02
+# Such a budget is a multiple of this, so that the next run most likely has the same one and finds its plan on disk.
+_GRAIN = GIB // 16
+
+
+def free_budget(model: torch.nn.Module) -> tuple[float, str]:
+    """The budget where the user gives none, in GB of 1024³ bytes, and a note about it: what this process can hold on
+    the model's card now, less a margin. Raises `TypeError` for a CPU, whose memory other programs share, for "meta",
+    and for a device that does not tell its free memory."""
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), HOST)
+    kind = device_of(device)
+    free = None if kind.is_host or device.type == "meta" else kind.free_bytes(device)
+    if free is None:
+        raise TypeError(
+            f"for a model on {device.type!r} budget_gb must be a number of gigabytes, as in memopt.optimize(model, "
+            "8), not None, since free memory is a budget only on a CUDA card"
+        )
+    card = kind.hardware(device) or kind.reported(device)
+    margin = int(_MARGIN * card.memory_bytes)
+    usable = free + kind.allocated_bytes(device) + card.context_bytes
+    nbytes = max(_GRAIN, (usable - margin) // _GRAIN * _GRAIN)
+    note = (
+        f"no budget was given: {nbytes / GIB:.6g} GB is what this process can hold on {device} now, less a margin of "
+        f"{margin / GIB:.2g} GB"
+    )
+    tell(note)
+    return nbytes / GIB, note
 
 
 def _bytes_or_none(name: str, gb: float | None) -> int | None:
@@ -207,6 +242,88 @@ def _given(default: Any, check: Callable[[Any], Any] | None = None, name: str = 
     return {"default": default, "check": check, "name": name}
 
 
+DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""The dtype in which parameters are gathered and a step computes, by the option `precision`."""
+
+
+@dataclass(frozen=True)
+class _ClusterOptions:
+    """The cluster to plan for, the dtype in which parameters are gathered, and how layers are split among cards."""
+
+    cluster: Cluster
+    dtype: torch.dtype
+    tp_plan: Mapping[str, str] | None = None
+    """The styles of layers by patterns of their paths; None for the model's own."""
+
+    def one_card(self, model: nn.Module) -> nn.Module:
+        """A copy of the model on "meta" as one card has it: parameters that tensor parallelism splits have their local
+        shape, all others their full shape, as before `fully_shard`. Raises `ValueError` where tensor
+        parallelism cannot split the model."""
+        cards, copied = self.cluster.mesh.tp, meta_copy(model)
+        return copied if cards == 1 else part_of_one_card(copied, cards, styles_of(model, cards, self.tp_plan))
+
+    def notes(self) -> tuple[str, ...]:
+        """What a plan for a cluster assumes, in sentences."""
+        mesh, joined = self.cluster.mesh, self.cluster.interconnect
+        dtype = str(self.dtype).removeprefix("torch.")
+        links = [joined.within] + ([joined.between] if joined.between else [])
+        rates = "; ".join(
+            f"{link.source}, of which {link.efficiency:.0%} is assumed to be reached, and "
+            f"{1e6 * link.step_seconds:g} µs for each step of a ring collective"
+            for link in links
+        )
+        notes = [
+            f"planned for one of {mesh.cards:,} cards as FSDP2 runs: a block's parameters are gathered in {dtype} "
+            "while the block before computes, and freed after it unless the plan keeps them; those outside of blocks "
+            "are one group and stay gathered; gradients are reduced in float32 when a block's backward is done; shards "
+            "keep the parameters' dtype",
+            f"{joined.name}, {CARDS_PER_NODE} cards in a node: {rates}",
+            "NCCL's buffers, which torch's allocator does not hold, are not counted",
+        ]
+        if mesh.tp > 1:
+            notes.append(
+                f"each of the {mesh.tp} cards of a 'tp' group has a part of the heads and of the widths of layers, "
+                "and between layers a part of the sequence; compute waits for the exchanges"
+            )
+        return tuple(notes)
+
+
+def _check_cluster(
+    mesh: Mapping[str, int] | None,
+    interconnect: str | None,
+    tp_plan: Mapping[str, str] | None,
+    *,
+    device: str | None,
+    precision: Any,
+    optimizer: Any,
+    allow: Collection[str],
+) -> _ClusterOptions | None:
+    """The cluster to plan for; None where no mesh is given, which means one card. The keyword arguments are checked for
+    values that do not work on a cluster. Raises `TypeError` or `ValueError`."""
+    cluster = check_cluster(mesh, interconnect)
+    if cluster is None:
+        if tp_plan is not None:
+            raise ValueError("tp_plan needs mesh too, such as mesh={'dp_shard': 8, 'tp': 8}")
+        return None
+    if device in (None, HOST.type):
+        raise ValueError(f"with mesh, device must name the card to plan for, such as device='h100', not {device!r}")
+    if not isinstance(precision, str) or precision not in DTYPES:
+        known = ", ".join(map(repr, DTYPES))
+        raise ValueError(
+            f"with mesh, precision must be one of {known}, the dtype of gathered parameters, not {precision!r}"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"with mesh, optimizer must be a class or its name, since this {type(optimizer).__name__} holds whole "
+            f"parameters; give {type(optimizer).__name__}, or functools.partial of it"
+        )
+    if further := sorted(set(allow) - DEFAULT_LEVERS):
+        raise ValueError(f"{further[0]!r} in allow is not planned for a cluster; take it out of allow, or give no mesh")
+    if tp_plan is not None and cluster.mesh.tp == 1:
+        raise ValueError("tp_plan needs 'tp' in mesh, such as mesh={'dp_shard': 8, 'tp': 8}")
+    return _ClusterOptions(cluster, DTYPES[precision], tp_plan)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The arguments of `memopt.optimize`, checked. To add an option, give it a type in `StepOptions` or `PlanOptions`,
@@ -221,7 +338,7 @@ class Options:
     backend: Backend = field(metadata=_given("auto", _one_of("backend", BACKENDS)))
     outputs: Outputs = field(metadata=_given("loss", _one_of("outputs", OUTPUTS)))
     dynamic: Any = field(metadata=_given(None))
-    """The sizes that change between batches, as the user declares them: see `memopt.capture.dynamic_shapes`."""
+    """The sizes that change between batches, as the user declares them: see `memopt.capture.inputs.declared_sizes`."""
     passes: tuple[Pass, ...] = field(metadata=_given((), _check_passes))
     """The user's own passes, in the order in which they run."""
     solvers: tuple[Solver, ...] = field(metadata=_given((), _check_solvers))
@@ -236,7 +353,7 @@ class Options:
     """The number of forwards that run before the first backward, as the user says."""
     calibrate: bool = field(metadata=_given(False))
     effort: Effort
-    cluster: ClusterOptions | None
+    cluster: _ClusterOptions | None
     """The cluster to plan for; None for one card."""
     budget_note: str = ""
     """A sentence on where the budget comes from, if the user gave none; else empty."""
@@ -308,6 +425,54 @@ DEFAULTS: Mapping[str, Any] = {
 """The default of each option."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_options(kind: type, defaults: Mapping[str, object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function whose keywords are those of a `TypedDict`, `kind`: it takes `**options: Unpack[kind]`.
+
+    A keyword that neither the function nor `kind` has raises a `TypeError` that names the closest one. What `help` and
+    notebooks show as the signature lists the options, with their `defaults`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = _listed(inspect.signature(function), kind, defaults)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    raise TypeError(_unknown(function.__name__, name, signature))
+            return function(*args, **kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
+def _listed(signature: inspect.Signature, kind: type, defaults: Mapping[str, object]) -> inspect.Signature:
+    """The signature with the options of `kind` in place of `**options`."""
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=_written(annotation))
+        for name, annotation in kind.__annotations__.items()
+    ]
+    return signature.replace(parameters=[*own, *options])
+
+
+def _written(annotation: Any) -> Any:
+    """The source text of an annotation that was not evaluated (a `ForwardRef`); any other annotation itself."""
+    return annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation
+
+
+def _unknown(function: str, name: str, signature: inspect.Signature) -> str:
+    closest = difflib.get_close_matches(name, signature.parameters, n=1)
+    if closest:
+        return f"{function}() takes no option {name!r}; did you mean {closest[0]!r}?"
+    return f"{function}() takes no option {name!r}; it takes {', '.join(signature.parameters)}"
+
+
 @takes_options(PlanOptions, DEFAULTS)
 def check_options(budget_gb: float | None, **options: Unpack[PlanOptions]) -> Options:
     """The arguments as `Options`. Raises `TypeError` or `ValueError` that names the value and what is expected."""
@@ -323,9 +488,7 @@ def check_options(budget_gb: float | None, **options: Unpack[PlanOptions]) -> Op
     of_cluster = [given[name] for name in ("mesh", "interconnect", "tp_plan")]
     cluster = None
     if any(one is not None for one in of_cluster):
-        cluster = check_cluster_options(
-            *of_cluster, device=device, precision=precision, optimizer=optimizer, allow=names
-        )
+        cluster = _check_cluster(*of_cluster, device=device, precision=precision, optimizer=optimizer, allow=names)
     # FSDP2 casts parameters when it gathers them, so that nothing is left for passes to decide.
     values["precision"] = precision if cluster is None else "fp32"
     return Options(**values, effort=check_effort(given["effort"], given["limit_seconds"]), cluster=cluster)

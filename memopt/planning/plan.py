@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import torch
 from torch import fx
 
-from memopt.account.account import Account
-from memopt.account.breakdown import Breakdown
+from memopt.account.account import Account, Breakdown
 from memopt.disk_cache import LIVE
 from memopt.errors import GIB
 from memopt.planning.cluster_step import ClusterStep
 from memopt.planning.frontier import Frontier, Recipe, load, save, shown
 from memopt.planning.options import DEFAULT_EFFORT, Effort, budget_bytes, check_effort, check_points
-from memopt.planning.plan_graphs import PlanDiff, StageDiff, stage_diff, stage_graphs
-from memopt.planning.plan_views import Format, joint_digraph
+from memopt.planning.plan_graphs import Format, PlanDiff, StageDiff, joint_digraph, stage_diff, stage_graphs
 from memopt.planning.schedule_parts import DecisionRow, ModuleRow, RegionSchedule
 from memopt.solver import Effort as EffortName
 from memopt.solver import Schedule

@@ -18,13 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memopt.account.account import Account
-from memopt.account.breakdown import breakdown
+from memopt.account.account import Account, breakdown
 from memopt.compat.ddp import shared_store
 from memopt.disk_cache import as_json, cache_folder, opened, read_json, sealed, value_from, warn_not_kept, write_json
 from memopt.planning.figures import recounted
-from memopt.planning.joined import place_steps
-from memopt.planning.on_card import within
+from memopt.planning.joined import place_steps, within
 from memopt.planning.plan import Plan
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.refit import Footprint, as_compiled

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt.capture.operators import Rewriting
 from memopt.errors import BudgetError, Way, would_do
-from memopt.levers.all import allow_exactly
-from memopt.levers.decided_elsewhere import REINPLACE, SEGMENTS_NOTE
+from memopt.levers.all import REINPLACE, SEGMENTS_NOTE, allow_exactly
 from memopt.levers.lever import Lever
 from memopt.levers.optimizer_levers import PricedLevers, Wanted, changes_of, least_with_levers
 from memopt.planning.figures import plain_row, rows_to, schedule_levers, writes_over
@@ -192,7 +191,10 @@ class PlanSearch:
         if least > (1 + NEGLIGIBLE) * _plain_seconds(priced):
             self._unsolved.append((priced, least))
             return None
-        plan = self._solved(priced)
+        plan: Plan | None = None
+        with self._refusals_of(priced):
+            plan = priced.solve(self.budget_bytes, self.effort, offload=False)
+            self._plans.append((plan, levers))
         if plan is None or levers.next_is_faster or plan.added_time > NEGLIGIBLE:
             return None
         self._solve_left(_seconds(plan), lambda other: other.levers.next_is_faster)
@@ -200,25 +202,25 @@ class PlanSearch:
         faster = all(_seconds(plan) <= _seconds(other) for other in others)
         return self._with_receipt(plan, levers) if faster else None
 
-    def _solved(self, priced: Priced) -> Plan | None:
-        """The plan of a step without offloading; None where it is refused."""
+    @contextlib.contextmanager
+    def _refusals_of(self, priced: Priced) -> Iterator[None]:
+        """A context in which the refusal of a step without offloading is recorded, and not raised."""
         try:
-            plan = priced.solve(self.budget_bytes, self.effort, offload=False)
+            yield
         except BudgetError as error:
             self._refused.append(error.with_traceback(None))  # a traceback would hold the caller's frames and tensors
             if error.least:
                 self._above.add(id(priced.levers))
-            return None
-        self._plans.append((plan, priced.levers))
-        return plan
 
     def _solve_left(self, seconds: float, wanted: Callable[[Priced], bool] = lambda priced: True) -> None:
         """Solve the steps left whose lower bound is below `seconds`, by bound, until a plan found is faster."""
         for priced, least in sorted(self._unsolved, key=lambda one: one[1]):
             if (least < seconds or math.isinf(seconds)) and wanted(priced):
                 self._unsolved = [one for one in self._unsolved if one[0] is not priced]
-                plan = self._solved(priced)
-                seconds = seconds if plan is None else min(seconds, _seconds(plan))
+                with self._refusals_of(priced):
+                    plan = priced.solve(self.budget_bytes, self.effort, offload=False)
+                    self._plans.append((plan, priced.levers))
+                    seconds = min(seconds, _seconds(plan))
 
     def best(self) -> tuple[Plan, Rewriting]:
         """The plan with the shortest step of all lever sets tried, with and without offloading, and its lever set.

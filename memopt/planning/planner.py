@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from memopt.account.account import Account
-from memopt.account.breakdown import breakdown
+from memopt.account.account import Account, breakdown
 from memopt.errors import GIB, BudgetError, as_text_has_it
 from memopt.planning.frontier import Recipe
-from memopt.planning.joined import Joined, solve_stepping
-from memopt.planning.on_card import on_card, within, without_allocator
+from memopt.planning.joined import Joined, on_card, solve_stepping, within, without_allocator
 from memopt.planning.options import DEFAULT_EFFORT, Effort
 from memopt.solver import Infeasible, Progress, Schedule, Solution
 from memopt.solver.lower_bound import floor_of

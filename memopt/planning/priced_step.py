@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,21 +15,20 @@ from torch import fx
 
 from memopt.account.account import Account
 from memopt.account.sharded import Sharding
-from memopt.capture.between import EagerCodeBytes, Passed
+from memopt.capture.captured_call import EagerCodeBytes, Passed
 from memopt.capture.data_sizes import DataSizes
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import NOTHING, Operators, Rewriting
+from memopt.capture.tensor_parallel import exchange_seconds, is_exchange
 from memopt.compat.symbols import known_sizes, sizes_up_to
 from memopt.device import Hardware
 from memopt.device.devices import device_of
 from memopt.device.storages import made_bytes, storage_bytes, tensors_of
 from memopt.lru import LruCache
 from memopt.optimizers import Stepping
-from memopt.planning.cluster import exchange_prices, reductions_of
 from memopt.planning.joined import Joined, join, with_meanwhile
-from memopt.price.node_prices import is_scheduled, price_nodes
-from memopt.price.price import price
-from memopt.price.priced_graph import GraphUse, NodePrice, ParameterSteps, PassedOn, PricedGraph, hostable, with_eager
+from memopt.price.price import is_scheduled, price, price_nodes
+from memopt.price.priced_graph import GraphUse, NodePrice, PricedGraph, Reduction, hostable, with_eager
 from memopt.solver import Link, Solver
 from memopt.units import size
 from passes.graphs.node_facts import graph_results, is_random, is_tangent
@@ -312,14 +311,14 @@ def _priced_region(
             least_moved_bytes=least_moved if settings.activations else sys.maxsize,
             hosted=settings.hosted,
             block_bytes=device_of(settings.hardware).block_bytes,
-            steps=_steps(traced, settings.stepping, region, left),
             reuses=region.reuses if reinplace else (),
             released=region.released,
-            passed_on=_passed_on(traced, number),
             overwritten=region.overwritten,
             decisions=traced.decisions(number, settings.hardware),
             reductions=reductions_of(sharded, region, accumulating=settings.accumulating) if sharded else (),
             receivers=region.receivers if region.places else None,
+            **_steps(traced, settings.stepping, region, left),
+            **_exchanged(traced, number),
         )
         priced = price(
             region.module, region.forward_outputs, traced.node_prices(number, settings, as_seen=as_seen), use
@@ -341,28 +340,51 @@ def _inputs(traced: TracedStep, *, as_seen: bool) -> tuple[tuple[int, ...], tupl
     return tuple(given), tuple(trained)
 
 
-def _passed_on(traced: TracedStep, number: int) -> PassedOn | None:
-    """A region's results that other code reads, and inputs that are others' outputs; None for a single region."""
+def _exchanged(traced: TracedStep, number: int) -> dict[str, Any]:
+    """What one of several regions exchanges with other code, as fields of `GraphUse`; none for the only region."""
     if not traced.passed:
-        return None
+        return {}
     region, passed = traced.regions[number], traced.passed[number]
     (results,) = region.trace.region.graph_module.graph.output_node().args
     outputs = passed.outputs if len(results) == region.forward_outputs else frozenset()
     gradients = {region.forward_outputs + given for given in passed.gradients}
     # Where tensor subclasses are unwrapped, the numbers of the graph's inputs are others.
     given = () if region.places else tuple(passed.given)
-    return PassedOn(outputs | gradients, tuple(passed.forward_only), given)
+    return {"passed_on": outputs | gradients, "forward_only": tuple(passed.forward_only), "given": given}
 
 
-def _steps(traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]) -> ParameterSteps:
-    """The parameters stepped in a region's backward: before its end if it is the only one, not fused, not `left`."""
+def _steps(traced: TracedStep, stepping: Stepping | None, region: JointGraph, left: frozenset[int]) -> dict[str, Any]:
+    """The parameters stepped in a region's backward, as fields of `GraphUse`: before its end if it is the only one, not
+    fused, not `left`."""
     if stepping is None:
-        return ParameterSteps()
+        return {}
     given = [node for node in region.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     sizes = {number: stepping.workspace_bytes(node.meta["val"]) for number, node in enumerate(given)}
     workspaces = {number: nbytes for number, nbytes in sizes.items() if nbytes is not None}
     inside = region.parameter_gradients if len(traced.regions) == 1 and not region.fused else {}
     steady = stepping.left | left
-    return ParameterSteps(
-        {at: number for at, number in inside.items() if number in workspaces and number not in steady}, workspaces
-    )
+    stepped = {at: number for at, number in inside.items() if number in workspaces and number not in steady}
+    return {"stepped": stepped, "step_workspaces": workspaces}
+
+
+def reductions_of(sharding: Sharding, region: JointGraph, *, accumulating: bool) -> tuple[Reduction, ...]:
+    """The reduce-scatters of the gradients that the only graph of a call makes, one for each group of parameters.
+    `accumulating`: shards of gradients exist already, and are added to.
+
+    The account counts one buffer, as large as the largest block needs. A reduction's own bytes are those beyond it: 0
+    for a block, and for the root module's parameters the bytes by which their buffer is larger."""
+    given = {number: region.trace.region.parameter_ids.get(number) for number in region.inputs_with_gradients}
+    found = []
+    for group in sharding.groups:
+        positions = frozenset(region.forward_outputs + at for at, one in given.items() if one in group.numbers)
+        beyond = 0 if group.name else max(0, group.reduced_bytes - sharding.exchange_bytes)
+        if positions:
+            made = 0 if accumulating else group.shard_bytes
+            found.append(Reduction(f"reduce_{group.name or 'root'}", positions, beyond, made))
+    return tuple(found)
+
+
+def exchange_prices(sharding: Sharding, nodes: Iterable[fx.Node]) -> dict[fx.Node, NodePrice]:
+    """The prices of the exchanges of tensor parallelism among these nodes: seconds on the links between cards."""
+    ring = sharding.cluster.tp
+    return {node: NodePrice(exchange_seconds(node, ring), 0) for node in nodes if is_exchange(node)}

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from memopt.account.breakdown import ANY_LINK, EAGER
+from memopt.account.account import ANY_LINK, EAGER
 from memopt.errors import BudgetError
 from memopt.planning.figures import recounted
-from memopt.planning.joined import Joined
-from memopt.planning.on_card import compiled_within
+from memopt.planning.joined import Joined, compiled_within
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import halves, held_after_forward
 from memopt.solver import Schedule, simulate

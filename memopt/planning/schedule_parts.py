@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from memopt.account.breakdown import EAGER, live_versions
+from memopt.account.account import EAGER, live_versions
 from memopt.capture.joint import JointGraph
-from memopt.planning.changes import operator_name
 from memopt.planning.joined import Joined
 from memopt.planning.priced_step import PricedStep, TracedStep
 from memopt.solver import RematProblem, Schedule
 from passes import ApplySchedule, HostStay
+from passes.graphs.graph_text import format_target
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def halves(joined: Joined, schedule: Schedule) -> list[tuple[list[int], list[int
 def split(joined: Joined, traced: TracedStep, schedule: Schedule) -> tuple[RegionSchedule, ...]:
     """The schedule of each region, from the one schedule of the joined problem."""
     offloads = _region_offloads(joined, schedule)
-    steps = tuple(sorted(step.number for step in joined.steps.values()))
+    steps = tuple(sorted(joined.steps.values()))
     found = []
     for number, positions in enumerate(halves(joined, schedule)):
         region, priced = traced.regions[number], joined.prices[number]
@@ -205,3 +205,11 @@ def evaluations_until_return(problem: RematProblem, schedule: Schedule) -> int:
     while last >= 0 and problem.ops[last].name != EAGER and problem.ops[last].is_receipt:
         last -= 1
     return schedule.evaluations.index(last) + 1 if last >= 0 else 0
+
+
+def operator_name(node: fx.Node) -> str:
+    """The name of a node's operator without namespace and overload ("addmm"), or of an input itself."""
+    if node.op != "call_function":
+        return node.name
+    name = format_target(node.target)
+    return name.split(".")[1] if "." in name else name

@@ -17,10 +17,10 @@ import torch
 from memopt.account.account import Account, in_blocks
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.inputs import Call, with_batches
+from memopt.capture.joint import trained
 from memopt.capture.operators import NothingToRewrite, Rewriting
-from memopt.capture.trace import trained
 from memopt.errors import BudgetError
-from memopt.levers.decided_elsewhere import RECOMPUTE_LEFT_OUT
+from memopt.levers.all import RECOMPUTE_LEFT_OUT
 from memopt.planning.call_planner import CallPlanner
 from memopt.planning.cards import OnCard, on_cards
 from memopt.planning.cluster_step import cluster_step
@@ -165,13 +165,25 @@ class Priced:
         before, now = (one.problem.problem.home_bytes for one in (self.step, step))
         return Priced(step, replace(self.account, parameters=self.account.parameters + before - now))
 
-    def solve(self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True) -> Plan:
+    def solve(
+        self, budget_bytes: int, effort: Effort = DEFAULT_EFFORT, *, offload: bool = True, as_is: bool = False
+    ) -> Plan:
         """The plan with the least added time whose simulated peak is within the budget. Raises `BudgetError` where
         there is none.
 
-        With `offload`, activations and frozen parameters may go to the host where that is faster than recomputation."""
-        if self.step.settings.hosted or not self.step.hostable:
-            return self._solve_as_is(budget_bytes, effort, offload=offload)
+        With `offload`, activations and frozen parameters may go to the host where that is faster than recomputation;
+        with `as_is` no further parameters do."""
+        if not as_is and self.step.hostable and not self.step.settings.hosted:
+            return self._solve_hosting(budget_bytes, effort, offload=offload)
+        _load_solver()
+        with stage("solving") as tell:
+            request = Request(self.account, budget_bytes, effort, tell, offload)
+            joined, solution, account = solve_on_card(self.step.problem, request)
+        plan = self.planned(joined, solution, account, budget_bytes, effort)
+        return plan if self.account.kept else self._with_kept_blocks(plan, offload=offload)
+
+    def _solve_hosting(self, budget_bytes: int, effort: Effort, *, offload: bool) -> Plan:
+        """As `solve`, for a step whose frozen parameters may lie on the host: with none, some or all of them there."""
         as_is, refused = self._tried(budget_bytes, effort, offload=offload)
         if as_is is not None and (not offload or as_is.added_time <= NEGLIGIBLE):
             return as_is
@@ -198,6 +210,15 @@ class Priced:
             raise refused.adding(*self.step.host_notes())
         return as_is
 
+    def _tried(
+        self, budget_bytes: int, effort: Effort, *, offload: bool = True
+    ) -> tuple[Plan | None, BudgetError | None]:
+        """The plan of `solve` with `as_is`, and None; or None and its refusal."""
+        try:
+            return self.solve(budget_bytes, effort, offload=offload, as_is=True), None
+        except BudgetError as error:
+            return None, error.with_traceback(None)
+
     def _refused_without(self, refused: BudgetError) -> BudgetError:
         """The refusal of a step that offloads nothing, where frozen parameters may lie on the host. If the step needs
         less with parameters there, it names that budget; if that even fits the budget given, it keeps its own figure,
@@ -210,28 +231,10 @@ class Priced:
         least = (refused.smallest_bytes, refused.dominated_by) if fits else hosted
         return BudgetError(budget, *least, least=not fits, further=notes)
 
-    def _tried(
-        self, budget_bytes: int, effort: Effort, *, offload: bool = True
-    ) -> tuple[Plan | None, BudgetError | None]:
-        """The plan of `_solve_as_is` and None; or None and its refusal."""
-        try:
-            return self._solve_as_is(budget_bytes, effort, offload=offload), None
-        except BudgetError as error:
-            return None, error.with_traceback(None)
-
     def hosting_all(self) -> Priced | None:
         """The same step with as many frozen parameters in the host's memory as may lie there; None where none may."""
         found = self.step.host_choices()
         return self.hosting(found[-1]) if found else None
-
-    def _solve_as_is(self, budget_bytes: int, effort: Effort, *, offload: bool = True) -> Plan:
-        """As `solve`, but without putting further inputs on the host."""
-        _load_solver()
-        with stage("solving") as tell:
-            request = Request(self.account, budget_bytes, effort, tell, offload)
-            joined, solution, account = solve_on_card(self.step.problem, request)
-        plan = self.planned(joined, solution, account, budget_bytes, effort)
-        return plan if self.account.kept else self._with_kept_blocks(plan, offload=offload)
 
     def _with_kept_blocks(self, plan: Plan, *, offload: bool) -> Plan:
         """`plan` under FSDP2 with as many of the last blocks kept gathered, from their forward to their backward, as

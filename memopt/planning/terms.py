@@ -18,7 +18,7 @@ from memopt.device import Hardware, calibrated_hardware, hardware, hardware_of
 from memopt.device.devices import device_here, device_of
 from memopt.errors import GIB
 from memopt.levers import lever_sets, precision_rewriting
-from memopt.levers.decided_elsewhere import REINPLACE
+from memopt.levers.all import REINPLACE
 from memopt.planning.options import Options
 from memopt.progress import stage
 from passes import Pass, Pipeline, passes_for

@@ -5,26 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import fx
 
-from memopt.account.breakdown import EAGER
-from memopt.capture.between import EagerCodeBytes
+from memopt.account.account import EAGER
+from memopt.capture.captured_call import EagerCodeBytes
 from memopt.device.storages import Storages, find_storages, is_mutation, storage_bytes
 from memopt.solver import Op, RematProblem, Storage
 from memopt.solver.problem import BlockCall
 from passes.graphs.node_facts import graph_results, is_tangent
-
-
-@dataclass(frozen=True)
-class ParameterSteps:
-    """The parameters of a region that the optimizer steps within its backward; by default none."""
-
-    inside: Mapping[int, int] = field(default_factory=dict)
-    """Position of the gradient among the results → number of a parameter that may be stepped early."""
-    workspaces: Mapping[int, int] = field(default_factory=dict)
-    """Number of the parameter among the inputs → bytes that its step takes beside it, its gradient and its state."""
 
 
 class MemoryUses:
@@ -73,44 +62,6 @@ def hostable(graph: fx.Graph, numbers: Collection[int], least_bytes: int) -> dic
 
 
 @dataclass(frozen=True)
-class PlacedParameterStep:
-    """The optimizer's step of one parameter within the backward, with the nodes that must run before it."""
-
-    position: int
-    """The position of the gradient among the results."""
-    number: int
-    """The number of the parameter among the inputs."""
-    storage: int
-    """The number of the gradient's storage in `Storages`."""
-    before: tuple[fx.Node, ...]
-    """The nodes that must have run before it."""
-    workspace_bytes: int
-    """Bytes that the step takes beside the parameter, its gradient and its state."""
-
-
-def steps_after(
-    graph: fx.Graph, storages: Storages, steps: ParameterSteps, backward: Sequence[fx.Node]
-) -> dict[fx.Node, list[PlacedParameterStep]]:
-    """For each node of `backward`, in order, the parameters that the optimizer may step right after it."""
-    if not steps.inside:
-        return {}
-    uses = MemoryUses(graph, storages)
-    order = {node: number for number, node in enumerate(backward)}
-    found: dict[fx.Node, list[PlacedParameterStep]] = {}
-    for position, number in sorted(steps.inside.items()):
-        before = uses.before_step(position, number) or []
-        last = max((node for node in before if node in order), key=order.__getitem__, default=None)
-        if last is not None:
-            given, gradient = uses.inputs[number].meta["val"], uses.results[position].meta["val"]
-            # A gradient that lies in memory in another order is copied.
-            copy = storage_bytes(given) if gradient.stride() != given.stride() else 0
-            (made,) = storages.of[uses.results[position]]
-            step = PlacedParameterStep(position, number, made, tuple(before), steps.workspaces[number] + copy)
-            found.setdefault(last, []).append(step)
-    return found
-
-
-@dataclass(frozen=True)
 class Reduction:
     """The gradients of one group of parameters, which are reduced over ranks together once all of them are computed."""
 
@@ -122,25 +73,6 @@ class Reduction:
     """Bytes that the reduction takes beside the gradients, beyond those of the account."""
     made_bytes: int
     """Bytes of one card's share of the result; 0 where it is added to gradients that are held already."""
-
-
-def reductions_after(
-    reductions: Collection[Reduction], results: Sequence[Any], storages: Storages, backward: Sequence[fx.Node]
-) -> dict[fx.Node, list[tuple[Reduction, frozenset[int]]]]:
-    """For each node of `backward`, in order, the reductions right after it, with their gradients' storages."""
-    if not reductions:
-        return {}
-    order = {node: number for number, node in enumerate(backward)}
-    found: dict[fx.Node, list[tuple[Reduction, frozenset[int]]]] = {}
-    for reduction in reductions:
-        given = [results[position] for position in reduction.positions]
-        own = {index for node in given if isinstance(node, fx.Node) for index in storages.of.get(node, ())}
-        # A view of the gradient may come later than the node that makes its memory.
-        nodes = [*given, *(storages.blocks[index].maker for index in own)]
-        last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
-        if last is not None:
-            found.setdefault(last, []).append((reduction, frozenset(own)))
-    return found
 
 
 @dataclass(frozen=True)
@@ -155,45 +87,6 @@ class NodePrice:
     """The allocator's calls within it, its results' blocks numbered as returned; empty where not known (`Op.calls`)."""
 
 
-def numbered_calls(calls: Sequence[BlockCall], results: Sequence[int], made: Sequence[int]) -> tuple[BlockCall, ...]:
-    """The allocations and frees within a node, renumbered: `calls` number blocks by the node's results, the tuple
-    returned numbers them by the storages that the node makes, as `Op.calls` does. A result that is written over an
-    operand has no block of its own.
-
-    Args:
-        results: the storage of each of the node's results.
-        made: the storages among `results` that the node makes."""
-    places = {number: made.index(storage) for number, storage in enumerate(results) if storage in made}
-    beyond = len(made) - len(results)
-    return tuple(
-        BlockCall(call.allocates, places.get(call.block, call.block + beyond), call.bytes)
-        for call in calls
-        if call.block in places or call.block >= len(results)
-    )
-
-
-@dataclass(frozen=True)
-class PassedOn:
-    """What one of several regions exchanges with other code: results, and inputs that are outputs of other regions."""
-
-    results: frozenset[int]
-    """Positions of outputs held until its backward begins, and of gradients that other code has afterwards."""
-    forward_only: Collection[int] = ()
-    """Those of the outputs that nobody holds any more once the call's forward is over."""
-    given: Collection[int] = ()
-    """The numbers of the inputs that are outputs of earlier regions."""
-
-
-@dataclass(frozen=True)
-class PricedParameterStep:
-    """The optimizer's step of one parameter within the backward, as an op of the problem (no node of the graph)."""
-
-    number: int
-    """The number of the parameter among the graph's inputs."""
-    after: frozenset[int]
-    """The ops that read the parameter or its gradient: the step comes after all their evaluations."""
-
-
 @dataclass(frozen=True)
 class PricedGraph:
     """A joint graph as a problem of the solver. `nodes[i]` is the name of op `i`'s node, "" for an op without one."""
@@ -204,8 +97,11 @@ class PricedGraph:
     """The module path of each op, "" where none is known."""
     values: tuple[str, ...] = ()
     """For each storage the node whose tensor it is, "" for one that cannot be offloaded (`Storage.movable`)."""
-    steps: Mapping[int, PricedParameterStep] = field(default_factory=dict)
-    """The parameter steps, by the number of their op."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """For each op that is the optimizer's step of a parameter within the backward, and stands for no node: the number
+    of the parameter among the graph's inputs."""
+    waits: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """For each of these ops, the ops that read the parameter or its gradient: it comes after all their evaluations."""
     outputs: Mapping[int, int] = field(default_factory=dict)
     """For one of several regions, position of an output held in the call's forward only → its storage's number."""
     given: Mapping[int, int] = field(default_factory=dict)
@@ -226,14 +122,23 @@ class GraphUse:
     """Smaller values cannot be offloaded."""
     block_bytes: int = 1
     """Memory is allocated in multiples of this."""
-    steps: ParameterSteps = field(default_factory=ParameterSteps)
-    """The parameters stepped within the backward, as soon as possible or one by one at its end."""
+    stepped: Mapping[int, int] = field(default_factory=dict)
+    """Position of the gradient among the results → number of a parameter that the optimizer steps in the backward, as
+    soon as possible."""
+    step_workspaces: Mapping[int, int] = field(default_factory=dict)
+    """Number of a parameter that it steps in the backward, there or one by one at its end → bytes that the step takes
+    beside the parameter, its gradient and its state."""
     reuses: Collection[tuple[str, str]] = ()
     """The calls of the backward whose results take an operand's memory, each with that operand."""
     released: Collection[int] = ()
     """Positions of the forward's results that its caller holds to the end of the forward only."""
-    passed_on: PassedOn | None = None
-    """For one of several regions, the results that other code takes, and the inputs from other regions."""
+    passed_on: frozenset[int] | None = None
+    """For one of several regions, the positions of outputs held until its backward begins, and of gradients that other
+    code has afterwards; None for the only region."""
+    forward_only: Collection[int] = ()
+    """Those of the outputs in `passed_on` that nobody holds any more once the call's forward is over."""
+    given: Collection[int] = ()
+    """The numbers of the inputs that are outputs of earlier regions."""
     overwritten: Collection[int] = ()
     """The numbers of the inputs that are overwritten by the end of the forward: what reads one is not recomputed."""
     reductions: Collection[Reduction] = ()

@@ -10,13 +10,13 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from memopt.capture.author_modes import autocast_is_on
 from memopt.capture.blocks import traced_from
+from memopt.capture.caller_modes import autocast_is_on
 from memopt.capture.operators import Decision, OperatorGraph
 from memopt.device.hardware import Hardware, scaled_rate
 from memopt.device.storages import storage_bytes
 from memopt.device.time_model import op_seconds
-from memopt.rewrite.policy import Rules
+from memopt.rewrite.dtypes import Rules
 from memopt.units import duration
 from passes import (
     EliminateDeadCode,

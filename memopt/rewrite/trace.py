@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from memopt.capture.author_modes import Untraceable, autocast_is_on
+from memopt.capture.caller_modes import autocast_is_on
 from memopt.capture.captured_call import CapturedCall
-from memopt.capture.derivatives import forward_of
 from memopt.capture.dynamo import in_brief
-from memopt.capture.joint import JointGraph
-from memopt.capture.operators import Decide, OperatorGraph, Operators, Rewriting, check_needed, to_differentiate
+from memopt.capture.dynamo_graph import forward_of
+from memopt.capture.joint import JointGraph, RegionTrace, autocast_to, differentiate
+from memopt.capture.operators import (
+    Decide,
+    OperatorGraph,
+    Operators,
+    Rewriting,
+    Untraceable,
+    check_needed,
+    to_differentiate,
+)
 from memopt.capture.region import RecordedRegion
-from memopt.capture.trace import RegionTrace, autocast_to, differentiate
 from memopt.compat.fakes import fresh_fakes
 from memopt.compat.operators import without_autocast
 from memopt.compat.true_results import raising_for_refused_dtypes
@@ -24,8 +31,11 @@ from memopt.device.devices import kernels_of
 from memopt.errors import CaptureError
 from memopt.lru import LruCache
 
-_MOST_TRACES = 256
+MOST_TRACES = 256
 """The number of pairs of a region and a backend whose joint graphs are kept."""
+Traces: TypeAlias = LruCache[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]]
+"""The joint graphs traced last, so that a region in several calls is traced once: by region and backend its joint graph
+under each rewriting, of which there are as many as lever sets."""
 
 
 def rewrite(graph: OperatorGraph, deciders: Sequence[Decide], needed: str = "") -> Operators:
@@ -77,8 +87,8 @@ def trace_call(
     raises what `trace` raises."""
     regional = rewriting if captured.whole else replace(rewriting, needed="")
     regions = {id(run.region): run.region for run in captured.runs}
-    traces = Traces() if traces is None else traces
-    traced = {number: traces.of(region, regional, backend) for number, region in regions.items()}
+    traces = LruCache(MOST_TRACES) if traces is None else traces
+    traced = {number: traced_once(region, regional, backend, traces) for number, region in regions.items()}
     joints = tuple(traced[id(run.region)] for run in captured.runs if traced[id(run.region)].differentiated)
     if not joints:
         raise CaptureError("the result of the call depends on no trainable parameter; make some require gradients")
@@ -87,24 +97,17 @@ def trace_call(
     return joints
 
 
-class Traces:
-    """A cache of the joint graphs traced last, so that a region in several calls is traced once."""
-
-    def __init__(self) -> None:
-        self._joints: LruCache[tuple[RecordedRegion, str], list[tuple[Rewriting, JointGraph]]] = LruCache(_MOST_TRACES)
-        """By region and backend: its joint graph under each rewriting, of which there are as many as lever sets."""
-
-    def of(self, region: RecordedRegion, rewriting: Rewriting, backend: str) -> JointGraph:
-        """The joint graph of a region under a rewriting, from the cache or traced now; for "aten" in place of `backend`
-        if sizes in the region depend on data. Raises as `trace` does."""
-        backend = "aten" if region.depends_on_data else backend  # inductor cannot compile the checks of such sizes
-        known = self._joints.get((region, backend)) or []
-        for other, joint in known:
-            if other == rewriting:
-                return joint
-        joint = trace(region, rewriting, backend)
-        self._joints[region, backend] = [*known, (rewriting, joint)]
-        return joint
+def traced_once(region: RecordedRegion, rewriting: Rewriting, backend: str, known: Traces) -> JointGraph:
+    """The joint graph of a region under a rewriting, from the cache `known` or traced now; for "aten" in place of
+    `backend` if sizes in the region depend on data. Raises as `trace` does."""
+    backend = "aten" if region.depends_on_data else backend  # inductor cannot compile the checks of such sizes
+    of_region = known.get((region, backend)) or []
+    for other, joint in of_region:
+        if other == rewriting:
+            return joint
+    joint = trace(region, rewriting, backend)
+    known[region, backend] = [*of_region, (rewriting, joint)]
+    return joint
 
 
 def forward_as_planned(region: RecordedRegion, rewriting: Rewriting) -> Callable[..., Any]:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
-from memopt.capture.author_modes import CallerModes
-from memopt.capture.captured_call import CapturedCall, RegionRun
+from memopt.capture.caller_modes import CallerModes
+from memopt.capture.captured_call import CapturedCall, RegionRun, known_places, together, with_eager_bytes
 from memopt.capture.data_sizes import MARGIN
-from memopt.capture.dynamic_shapes import known_places, together, with_eager_bytes
 from memopt.capture.inputs import Call, call_kind, tensors_in
 from memopt.capture.joint import JointGraph
 from memopt.capture.operators import Rewriting
@@ -22,6 +21,7 @@ from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.stages import beside_freed
 from memopt.planning.terms import Situation
+from memopt.rewrite.trace import traced_once
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.executable import Executable
 from memopt.run.road import Road
@@ -291,4 +291,4 @@ class PlansOfPaths:
     def trace(self, region: RecordedRegion, rewriting: Rewriting) -> JointGraph:
         """The joint graph of a region under a rewriting."""
         planner = self.road.planner
-        return planner.traces.of(region, rewriting, planner.terms.call_backend(whole=False))
+        return traced_once(region, rewriting, planner.terms.call_backend(whole=False), planner.traces)

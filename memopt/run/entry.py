@@ -19,8 +19,7 @@ from torch import nn
 from memopt.account.account import Account, distinct_bytes
 from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import optimizer_account
-from memopt.account.optimizer_copy import held_tensors
-from memopt.account.optimizer_trial import GivenOptimizer, parameters_of
+from memopt.account.optimizer_trial import GivenOptimizer, held_tensors, parameters_of
 from memopt.compat.autograd import FREED, Retention
 from memopt.compat.tensors import WeakStorage, bytes_by_address
 from memopt.errors import BudgetError

@@ -27,7 +27,7 @@ from memopt.compat.host import HOST
 from memopt.compat.modules import apply_to_each, moves_as_modules_do
 from memopt.compat.operators import RunningBy, schema_of, tree_map
 from memopt.compat.tensors import is_sharded
-from memopt.levers.decided_elsewhere import OFFLOAD_PARAMETERS
+from memopt.levers.all import OFFLOAD_PARAMETERS
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from passes.ops.offload_ops import bring, lend

@@ -14,7 +14,7 @@ import torch
 
 from memopt.account import elsewhere
 from memopt.account.account import BOOKKEEPING_BYTES, Account
-from memopt.account.eager_bytes import AllocationLimit, allocated_bytes
+from memopt.account.eager_bytes import allocated_bytes, allocation_limit
 from memopt.account.elsewhere import Elsewhere, in_steps
 from memopt.compat.host import profiler_is_active
 from memopt.device.devices import device_of
@@ -295,7 +295,7 @@ class Ledger(ModelsOnDevice):
         self._since: float | None = None
         """When the first plan was made, by `time.monotonic`; None before."""
         self._latest_seconds = 0.0
-        self._limit = AllocationLimit(device)
+        self._limit = allocation_limit(device)
         self._held_still = False
 
     @classmethod
@@ -327,7 +327,7 @@ class Ledger(ModelsOnDevice):
             return Elsewhere(entry.fixed_bytes)
         if self._held_still:
             return entry.found
-        if enough and (limit := self._limit.bytes()) is not None and limit <= enough:
+        if enough and (limit := self._limit()) is not None and limit <= enough:
             return Elsewhere(limit)
         return self._limit_by(entry, *self._level(moment))
 
@@ -445,7 +445,7 @@ class Ledger(ModelsOnDevice):
         highest = level if looked is None or entry.due else max(level, looked.highest)
         entry.looks[key], entry.due = LatestLooks(found, levels, highest), False
         entry.most_elsewhere = max(entry.most_elsewhere, found.other if moment.appears else 0)
-        self._limit = AllocationLimit(self.device)
+        self._limit = allocation_limit(self.device)
         self._latest_seconds = time.monotonic() - started
         self.look_seconds += 0 if planning else self._latest_seconds
         return found

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memopt.account.account import distinct_bytes
-from memopt.capture.author_modes import autocast_is_on
+from memopt.capture.caller_modes import autocast_is_on
 from memopt.compat.autograd import (
     FREED,
     KEPT,

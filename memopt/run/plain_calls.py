@@ -15,8 +15,8 @@ import torch
 
 from memopt.account.account import Account
 from memopt.account.plain_count import PlainStep
-from memopt.capture.author_modes import CallerModes
-from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
+from memopt.capture.caller_modes import CallerModes
+from memopt.capture.dynamo_graph import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.inputs import Call, check_device, check_kinds, on_meta, special_tensors, tensors_in
 from memopt.compat.autograd import FREED, Retention, keeps_graph, next_node_number
 from memopt.compat.modules import Parts

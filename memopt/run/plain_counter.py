@@ -16,9 +16,8 @@ from memopt.account.account import Account
 from memopt.account.eager_bytes import ValueIsRead
 from memopt.account.plain_count import PlainStep, count_on_values, count_plain_step
 from memopt.capture.data_sizes import is_real
-from memopt.capture.dynamic_shapes import at_largest
 from memopt.capture.dynamo import plain_loss_call
-from memopt.capture.inputs import Call, on_meta, special_tensors, tensors_in
+from memopt.capture.inputs import Call, at_largest, on_meta, special_tensors, tensors_in
 from memopt.compat.autograd import FREED, Retention
 from memopt.compat.modules import Parts, plain_call
 from memopt.compat.operators import tree_flatten

@@ -10,9 +10,8 @@ from typing import Any
 
 from memopt.account.elsewhere import in_steps
 from memopt.capture.captured_call import CapturedCall
-from memopt.capture.dynamic_shapes import Place, all_places, markable
 from memopt.capture.dynamo import CallStopped
-from memopt.capture.inputs import Call
+from memopt.capture.inputs import Call, Place, all_places, markable
 from memopt.capture.region import RecordedRegion, Sizes
 from memopt.errors import BudgetError, CaptureError, without_frames
 from memopt.lru import LruCache

@@ -15,10 +15,9 @@ from torch import fx
 from memopt.capture.captured_call import CapturedCall, RegionRun
 from memopt.capture.data_sizes import SizeOutgrown
 from memopt.capture.dry_run import DryRun, as_run_later, cut_off, record_dry_run
-from memopt.capture.dynamic_shapes import marked
 from memopt.capture.dynamo import TooManyShapes, compile_call, training_call
 from memopt.capture.dynamo_graph import is_tensor_parallel
-from memopt.capture.inputs import Call, tensors_in
+from memopt.capture.inputs import Call, marked, tensors_in
 from memopt.capture.region import RecordedRegion
 from memopt.compat.autograd import next_node_number
 from memopt.compat.fsdp import Gathered, is_fully_sharded

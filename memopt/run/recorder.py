@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from memopt.capture.between import EagerCodeTooLargeError
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import SizeOutgrown, is_real
-from memopt.capture.dry_run import cannot_capture
-from memopt.capture.dynamic_shapes import Place, declared_sizes
+from memopt.capture.dry_run import EagerCodeTooLargeError, cannot_capture
 from memopt.capture.dynamo import GraphBreak, TooManyShapes, in_brief_with_line
-from memopt.capture.inputs import Call, call_signature, leaf_name, tensors_in, with_zeros
+from memopt.capture.inputs import Call, Place, call_signature, declared_sizes, leaf_name, tensors_in, with_zeros
 from memopt.capture.on_fakes import PASSED_OVER
 from memopt.compat.autograd import stops_recomputation
 from memopt.errors import BudgetError, CaptureError
@@ -24,7 +22,6 @@ from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
 from memopt.progress import stage
-from memopt.random_states import set_generators
 from memopt.run.call_in_progress import CallInProgress
 from memopt.run.on_demand import Notice
 from memopt.run.plans_of_regions import Insists
@@ -33,6 +30,7 @@ from memopt.run.road import Road
 from memopt.run.settings import Settings
 from memopt.run.sharding import Keeping, check_unbroken
 from memopt.run.sizes import Shapes, SizeBounds, cover, tensor_shapes
+from memopt.saved_values import set_generators
 from memopt.training_state import CallState
 
 _MOST_BREAKS = 256

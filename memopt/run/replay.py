@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memopt.capture.derivatives import DIFFERENTIATED, TAKEN_WITHIN
+from memopt.capture.dynamo_graph import DIFFERENTIATED, TAKEN_WITHIN
 from memopt.capture.inner_outputs import InnerOutputs, TensorKind, is_written, run_from
 from memopt.capture.region import RecordedRegion
 from memopt.compat.autograd import is_batched, keeps_graph, note_reached

@@ -356,7 +356,11 @@ class Road:
         first = self.planner.terms.lever_sets[0] if decided is None else decided.rewriting
         _, guessed = recorded.trace(first).callers_code
         free, stays = situation.for_other_models + guessed, staying(guessed)
-        plan = leaving_free(spare, free, stays)
+        if free:
+            plan = leaving_free(spare, free, stays)
+        else:
+            found = search.fastest(recorded, lowering_bytes=lowering_bytes, decided=decided)
+            plan = kept_plans.agreed(found, recorded, lowering_bytes)
         for _ in range(ROUNDS if self.planner.accounts.beside.keeps_graph else 0):
             if plan.schedule is None or (lacking := retained_peak(plan, plan.schedule) - plan.budget_bytes) <= 0:
                 break

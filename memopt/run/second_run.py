@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from memopt.capture.author_modes import CallerModes
+from memopt.capture.caller_modes import CallerModes
 from memopt.capture.inputs import Call, tensors_in
 from memopt.compat.autograd import next_node_number, nodes_since, python_nodes
 from memopt.compat.operators import tree_flatten, tree_leaves, tree_unflatten

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memopt.capture.author_modes import CallerModes
-from memopt.capture.between import EagerCodeTooLargeError
+from memopt.capture.caller_modes import CallerModes
+from memopt.capture.dry_run import EagerCodeTooLargeError
 from memopt.capture.dynamo import is_capturing
 from memopt.capture.dynamo_graph import BUFFERS_WRITTEN_ONCE
 from memopt.capture.inputs import Call, batch_call, check_device, check_kinds, on_meta, tensors_in

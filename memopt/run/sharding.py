@@ -21,7 +21,7 @@ from memopt.compat.modules import modules_of, parameters_in
 from memopt.compat.tensors import is_sharded, ranks_of
 from memopt.errors import BudgetError, CaptureError, RankError
 from memopt.levers import DEFAULT_LEVERS
-from memopt.levers.decided_elsewhere import PLAIN
+from memopt.levers.all import PLAIN
 from memopt.lru import LruCache
 from memopt.planning.plan import Plan
 from memopt.planning.terms import ModelTerms

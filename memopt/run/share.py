@@ -25,8 +25,8 @@ from memopt.emit.emit import sharing_memory
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
+from memopt.planning.call_accounts import OptimizerChoice
 from memopt.planning.derived import StepBytes, tangent_bytes
-from memopt.planning.optimizer_choice import OptimizerChoice
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation

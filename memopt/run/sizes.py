@@ -10,8 +10,7 @@ import torch
 
 from memopt.capture.captured_call import CapturedCall
 from memopt.capture.data_sizes import MARGIN, DataSizes
-from memopt.capture.dynamic_shapes import Place
-from memopt.capture.inputs import Call, leaf_name, tensor_numbers, tensors_in
+from memopt.capture.inputs import Call, Place, leaf_name, tensor_numbers, tensors_in
 from memopt.capture.region import RecordedRegion, Sizes
 from memopt.compat.symbols import limit_of, line_that_fixed, plain_symbol, sizes_up_to
 from memopt.compat.tensors import special_kind, storage_key

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.capture.author_modes import CallerModes
-from memopt.capture.dynamic_shapes import at_largest
+from memopt.capture.caller_modes import CallerModes
 from memopt.capture.dynamo import plain_loss_call
-from memopt.capture.inputs import Call, on_meta
+from memopt.capture.inputs import Call, at_largest, on_meta
 from memopt.compat.modules import plain_call
 from memopt.compat.operators import without_modes
 from memopt.emit.gradients import Accumulation
@@ -38,7 +37,6 @@ from memopt.run.recorder import Recorder
 from memopt.run.road import Road
 from memopt.run.sharding import Keeping
 from memopt.run.share import Share
-from memopt.saved_values import set_generators
 from memopt.solver import SolverError
 from memopt.units import size
 from passes import PassError

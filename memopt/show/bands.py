@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from memopt.account.account import GRADIENTS, OUTPUTS
-from memopt.account.breakdown import FETCHED, RECOMPUTED, SAVED, TEMPORARIES, WORKSPACE
+from memopt.account.account import FETCHED, GRADIENTS, OUTPUTS, RECOMPUTED, SAVED, TEMPORARIES, WORKSPACE
 from memopt.planning.plan import Plan
 from memopt.show.report import headline
 from memopt.show.step import Step, StepMemory, step_of

@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from memopt.account.breakdown import WORKSPACE
+from memopt.account.account import WORKSPACE
 from memopt.account.caching_allocator import CachingAllocator
 from memopt.planning.plan import Plan
-from memopt.planning.plan_views import Format
+from memopt.planning.plan_graphs import Format
 from memopt.show.step import Step, StepMemory, step_of
 from memopt.units import duration, micros, size
 

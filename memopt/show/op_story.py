@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from memopt.planning.changes import operator_name, source_line
+from memopt.planning.changes import source_line
 from memopt.planning.plan import Plan
-from memopt.planning.plan_views import named_nodes
+from memopt.planning.plan_graphs import named_nodes
 from memopt.planning.priced_step import TracedStep
+from memopt.planning.schedule_parts import operator_name
 from memopt.show.report import as_text, bytes_table, headline, new_table
 from memopt.show.step import WHY
 from memopt.terminal import Column, Table

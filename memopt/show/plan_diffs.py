@@ -18,9 +18,10 @@ from memopt.planning.changes import (
     Change,
     GraphFacts,
     between,
+    pass_changes,
+    schedule_changes,
 )
 from memopt.planning.plan import Plan
-from memopt.planning.plan_changes import pass_changes, schedule_changes
 from memopt.planning.plan_graphs import PlanDiff, StageDiff
 from memopt.planning.priced_step import PricedStep
 from memopt.units import size

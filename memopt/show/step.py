@@ -9,16 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from memopt.account.account import GRADIENTS, Account
-from memopt.account.breakdown import ANY_LINK, WORKSPACE, kind_of
+from memopt.account.account import ANY_LINK, GRADIENTS, WORKSPACE, Account, kind_of
 from memopt.device.storages import storage_bytes
-from memopt.planning.changes import GraphFacts, operator_name
-from memopt.planning.joined import Joined
-from memopt.planning.on_card import on_card
+from memopt.planning.changes import GraphFacts
+from memopt.planning.joined import Joined, on_card
 from memopt.planning.plan import Plan
-from memopt.planning.plan_views import named_nodes, op_names
+from memopt.planning.plan_graphs import named_nodes, op_names
 from memopt.planning.priced_step import TracedStep
-from memopt.planning.schedule_parts import forward_evaluations
+from memopt.planning.schedule_parts import forward_evaluations, operator_name
 from memopt.solver import Link, Schedule
 from memopt.solver.simulator import lifetimes, time_line
 from passes.graphs.graph_text import format_dtype, format_value

@@ -21,7 +21,7 @@ from memopt.compat.ddp import unwrapped
 from memopt.compat.host import is_on_host
 from memopt.compat.tensors import is_sharded
 from memopt.errors import BudgetError, CaptureError
-from memopt.levers.decided_elsewhere import MICROBATCH
+from memopt.levers.all import MICROBATCH
 from memopt.lru import LruCache
 from memopt.microbatch import is_series, samples_of, split
 from memopt.run.session import session_of

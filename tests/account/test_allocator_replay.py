@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
 from memopt.account.allocator_replay import (
-    Spare,
     StepBlocks,
     peaks_without_limit,
     replay,
     replay_with_spare,
     step_calls,
+    with_spare,
+    without_spare,
 )
 from memopt.account.caching_allocator import CardFullError
 from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
@@ -47,7 +48,7 @@ def test_two_steps_of_a_chain() -> None:
     assert not peaks.releases
 
 
-def least_limit(spare: Spare, *, expandable: bool) -> int:
+def least_limit(spare: int, *, expandable: bool) -> int:
     """The least limit in whole MB with which a replay of the chain passes."""
 
     def passes(limit_mb: int) -> bool:
@@ -63,7 +64,7 @@ def least_limit(spare: Spare, *, expandable: bool) -> int:
 def test_the_least_limit_lies_between_what_is_handed_out_and_what_is_held_without_a_limit() -> None:
     for setting in (False, True):
         free = peaks_without_limit([CALLS], PARAMETER, expandable_segments=setting)
-        least = least_limit(Spare(0), expandable=setting)
+        least = least_limit(0, expandable=setting)
         assert free.allocated_bytes <= least <= free.reserved_bytes
         within = replay(CALLS, PARAMETER, expandable_segments=setting, limit_bytes=least)
         assert within.reserved_bytes <= least
@@ -72,9 +73,9 @@ def test_the_least_limit_lies_between_what_is_handed_out_and_what_is_held_withou
 
 
 def test_a_limit_passes_with_and_without_its_spare() -> None:
-    spare = Spare(100)
+    spare = 100
     least = least_limit(spare, expandable=False)
-    for limit in (spare.taken_from(least), least):
+    for limit in (without_spare(least, spare), least):
         replay(CALLS, PARAMETER, expandable_segments=False, limit_bytes=limit)
     with pytest.raises(CardFullError):
         replay_with_spare([CALLS], PARAMETER, spare, expandable_segments=False, limit_bytes=least - MB)
@@ -122,7 +123,7 @@ def test_bounds(seed: int, scale: int, expandable: bool) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 199, 2**20 - 1, 2_164_260_864, 10**11 + 7])
 def test_what_the_replay_needs_is_left_of_what_is_asked_for(nbytes: int) -> None:
-    assert Spare(15).taken_from(Spare(15).added_to(nbytes)) == nbytes
+    assert without_spare(with_spare(nbytes, 15), 15) == nbytes
 
 
 def test_the_bytes_allocated_are_the_most_with_any_of_the_spare() -> None:
@@ -134,11 +135,11 @@ def test_the_bytes_allocated_are_the_most_with_any_of_the_spare() -> None:
         alive.append(number)
         if len(alive) > 6:
             calls.append(BlockCall(False, alive.pop(chance.randrange(len(alive))), 0))
-    spare, limit = Spare(15), 128 * MB
+    spare, limit = 15, 128 * MB
     peaks = replay_with_spare([calls], StepBlocks(()), spare, expandable_segments=False, limit_bytes=limit)
     least, most = (
         replay(calls, StepBlocks(()), expandable_segments=False, limit_bytes=nbytes)
-        for nbytes in (spare.taken_from(limit), limit)
+        for nbytes in (without_spare(limit, spare), limit)
     )
     assert least.allocated_bytes < most.allocated_bytes == peaks.allocated_bytes
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.models.problems import random_problem, random_schedule
-from memopt.account.account import Account
-from memopt.account.breakdown import Breakdown, breakdown, live_bytes_by_kind, live_versions
+from memopt.account.account import Account, Breakdown, breakdown, live_bytes_by_kind, live_versions
 from memopt.solver import Op, RematProblem, Schedule, Storage, simulate
 
 NOTHING = Account(0, 0, 0, 0, 0, 0, 0)

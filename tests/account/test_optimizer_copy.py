@@ -11,7 +11,7 @@ from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memopt.account.optimizer_account import optimizer_account
-from memopt.account.optimizer_copy import attributes_of, held_tensors
+from memopt.account.optimizer_trial import attributes_of, held_tensors
 from memopt.meter import measure_peak
 from tests.account.optimizers_of_ones_own import GUESSED, TRIED, Lookahead, Slotted, closure_for, parameters
 from tests.marks import slow

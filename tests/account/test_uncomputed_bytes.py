@@ -11,9 +11,8 @@ from torch import nn
 import memopt
 from examples.models.families import BY_NAME
 from memopt.account import plain_count
-from memopt.account.eager_bytes import TensorsTooLarge, ValueIsRead
+from memopt.account.eager_bytes import TensorsTooLarge, UncomputedBytes, ValueIsRead
 from memopt.account.plain_count import READS_MARGIN, PlainStep
-from memopt.account.uncomputed_bytes import UncomputedBytes
 from memopt.compat.autograd import FREED
 from memopt.compat.host import reads_raise, uncomputed
 from memopt.compat.modules import plain_call

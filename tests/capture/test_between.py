@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memopt.capture.between import Between, EagerCodeBytes, stand_in
-from memopt.capture.captured_call import CapturedCall, RegionRun
-from memopt.capture.trace import eager_of_runs
+from memopt.capture.captured_call import CapturedCall, EagerCodeBytes, RegionRun
+from memopt.capture.dry_run import Between, stand_in
+from memopt.capture.joint import eager_of_runs
 from memopt.compat.fakes import FakeTensorMode
 from memopt.device.workspace_rules import SCALARS
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from examples.models.families import normals
-from memopt.capture.author_modes import CallerModes
+from memopt.capture.caller_modes import CallerModes
 from tests.end_to_end.pieces import check, step, tight
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from memopt.capture.dynamic_shapes import at_largest, declared_sizes
+from memopt.capture.inputs import at_largest, declared_sizes
 
 
 class Takes(nn.Module):

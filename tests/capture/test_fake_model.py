@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.capture.on_fakes import replaced_parameters
 from memopt.compat.fakes import FakeTensor, new_fake_mode, to_fake
+from memopt.training_state import replaced_parameters
 
 
 class Tied(nn.Module):

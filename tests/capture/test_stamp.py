@@ -12,13 +12,12 @@ import transformers as hf
 from torch import fx, nn
 
 import memopt
-from memopt.capture import operator_trace, stamp
+from memopt.capture import operators, stamp
 from memopt.capture.blocks import find_runs
-from memopt.capture.operator_trace import trace_operators
-from memopt.capture.operators import Operators, to_differentiate
+from memopt.capture.joint import trace_by_inductor
+from memopt.capture.operators import Operators, to_differentiate, trace_operators
 from memopt.capture.region import RecordedRegion
 from memopt.capture.stamp import trace_blocks_once
-from memopt.capture.trace import trace_by_inductor
 from memopt.compat.dynamo import marked_changing
 from memopt.compat.inductor import draw_seeds_at_once
 from memopt.compat.joint_trace import AotTrace, trace_region
@@ -279,13 +278,13 @@ def test_the_operator_graph_is_that_of_the_whole(name: str, autocast: bool, monk
         region = recorded(model.train(), *inputs)
     given = region.graph_module, region.inputs, region.written
     traced: list[int] = []
-    trace = operator_trace._trace
+    trace = operators._trace
 
     def counted(module: fx.GraphModule, **options: Any) -> Any:
         traced.append(len(module.graph.nodes))
         return trace(module, **options)
 
-    monkeypatch.setattr(operator_trace, "_trace", counted)
+    monkeypatch.setattr(operators, "_trace", counted)
     with region.tracing(), region.modes.restored():
         once = trace_operators(*given)
         monkeypatch.setattr(stamp, "find_runs", lambda *_: ())

@@ -14,10 +14,11 @@ from examples.models.llama import TP_PLAN, Llama, LlamaSize, on_meta
 from memopt.capture.tensor_parallel import (
     GATHER_SHARDS,
     SCATTER_SUMS,
-    TensorParallel,
     _with_first,
     is_exchange,
     meta_copy,
+    part_of_one_card,
+    styles_of,
 )
 from memopt.device.time_model import node_flops
 
@@ -66,7 +67,7 @@ def test_every_exchange_has_its_mirror_in_the_backward(parts: dict[int, fx.Graph
 def test_shapes_are_local_and_the_model_stays_as_it_was() -> None:
     model = on_meta(SMALL)
     before = {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
-    part: Any = TensorParallel.of(model, 4, TP_PLAN).part_of(meta_copy(model))
+    part: Any = part_of_one_card(meta_copy(model), 4, styles_of(model, 4, TP_PLAN))
     block = part.layers[0]
     assert block.attention.q.weight.shape == (64, 256)
     assert block.attention.k.weight.shape == (32, 256)
@@ -81,7 +82,7 @@ def test_shapes_are_local_and_the_model_stays_as_it_was() -> None:
 
 def test_biases_of_rows_stay_whole() -> None:
     model = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
-    part: Any = TensorParallel.of(model, 2, {"up": "colwise", "down": "rowwise"}).part_of(meta_copy(model))
+    part: Any = part_of_one_card(meta_copy(model), 2, {"up": "colwise", "down": "rowwise"})
     assert part["up"].bias.shape == (8,)
     assert part["down"].bias.shape == (8,)
 
@@ -93,7 +94,7 @@ def transformers_llama(**changes: Any) -> nn.Module:
 
 
 def test_models_of_transformers_bring_their_plan() -> None:
-    styles = TensorParallel.of(transformers_llama(), 2, None).styles
+    styles = styles_of(transformers_llama(), 2, None)
     assert styles["model.layers.1.self_attn.o_proj"] == "rowwise"
     assert styles["lm_head"] == "colwise_gather_output"
 
@@ -110,13 +111,13 @@ def test_models_of_transformers_bring_their_plan() -> None:
 )
 def test_what_cannot_be_split_is_refused(cards: int, plan: Any, text: str) -> None:
     with pytest.raises(ValueError, match=r"^") as refused:
-        TensorParallel.of(transformers_llama(), cards, plan)
+        styles_of(transformers_llama(), cards, plan)
     assert text in str(refused.value)
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(ValueError, match="Llama does not say how 'tp' in mesh splits its layers; give tp_plan"):
-        TensorParallel.of(Llama(SMALL.of(1)), 2, None)
+        styles_of(Llama(SMALL.of(1)), 2, None)
 
 
 class Called(nn.Module):

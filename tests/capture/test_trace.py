@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from memopt.capture.captured_call import CapturedCall, RegionRun
+from memopt.capture.joint import accumulating, lay_out_again, trace_by_inductor
 from memopt.capture.operators import (
     NOTHING,
     Decision,
@@ -16,7 +17,6 @@ from memopt.capture.operators import (
     Rewriting,
     to_differentiate,
 )
-from memopt.capture.trace import accumulating, lay_out_again, trace_by_inductor
 from memopt.errors import CaptureError
 from memopt.rewrite.trace import trace, trace_call
 from passes import Pipeline

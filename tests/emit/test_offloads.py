@@ -17,8 +17,7 @@ from memopt.emit.emit import partition
 from memopt.planning.joined import Joined, join
 from memopt.planning.priced_step import TracedStep
 from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph, split
-from memopt.price.node_prices import is_scheduled
-from memopt.price.price import price
+from memopt.price.price import is_scheduled, price
 from memopt.price.priced_graph import NodePrice
 from memopt.solver import Link, Offload, RematProblem, Schedule, simulate
 from passes.graphs.node_facts import is_tangent

@@ -17,8 +17,7 @@ from memopt.device.storages import find_storages
 from memopt.emit.emit import partition
 from memopt.emit.gradients import Accumulation
 from memopt.planning.schedule_parts import RegionSchedule, scheduled_graph
-from memopt.price.node_prices import is_scheduled
-from memopt.price.price import price
+from memopt.price.price import is_scheduled, price
 from memopt.price.priced_graph import GraphUse, NodePrice, PricedGraph
 from memopt.solver import RematProblem, Schedule, simulate
 from passes import format_graph

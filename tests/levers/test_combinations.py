@@ -16,10 +16,10 @@ from memopt.levers.optimizer_levers import (
     LOW_BIT_OPTIMIZER,
     OPTIMIZER_IN_BACKWARD,
     PricedLevers,
+    TrainingFacts,
     combinations_of,
     least_with_levers,
 )
-from memopt.levers.training_price import TrainingFacts
 
 H100 = hardware("h100")
 ON_OPTIMIZER = levers_named(OPTIMIZER_LEVERS)

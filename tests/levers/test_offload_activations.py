@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from memopt.account.breakdown import breakdown
+from memopt.account.account import breakdown
 from memopt.capture.operators import NOTHING, Rewriting
 from memopt.device import hardware
 from memopt.errors import BudgetError
 from memopt.levers import DEFAULT_LEVERS
-from memopt.levers.decided_elsewhere import OFFLOAD_ACTIVATIONS, offload_link
+from memopt.levers.all import OFFLOAD_ACTIVATIONS, offload_link
 from memopt.planning.derived import retained_peak
 from memopt.planning.options import DEFAULT_EFFORT
 from memopt.planning.plan import Plan

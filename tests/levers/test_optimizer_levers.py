@@ -14,8 +14,7 @@ from torch import nn, optim
 from memopt.device.devices import hardware
 from memopt.levers import levers_named
 from memopt.levers.lever import Lever, OptimizerChange
-from memopt.levers.optimizer_levers import PricedLevers, changes_of
-from memopt.levers.training_price import TrainingFacts, TrainingPrice, price_training
+from memopt.levers.optimizer_levers import PricedLevers, TrainingFacts, _TrainingPrice, changes_of, price_training
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
     BF16ParametersOptimizer,
@@ -166,10 +165,12 @@ def test_an_instance_is_priced_by_its_own_groups() -> None:
 
 def test_how_a_proposal_reads() -> None:
     lever = Lever("x", "a", "bitwise", "b", optimizer=OptimizerChange(optim.AdamW, "what changes", "how exactly"))
-    before = TrainingPrice(2**30, 2**30, 2**31, 0, 0, 0.5)
-    found = PricedLevers((lever,), before, TrainingPrice(2**29, 2**29, 2**31, 2**25, 0, 0.5125))
+    before = _TrainingPrice(2**30, 2**30, 2**31, 0, 0, 0.5)
+    found = PricedLevers((lever,), before, _TrainingPrice(2**29, 2**29, 2**31, 2**25, 0, 0.5125))
     assert str(found) == "x: saves 992 MB, +12.5 ms a step; what changes; how exactly"
-    worse = PricedLevers((lever,), TrainingPrice(2**29, 2**29, 2**31, 2**25, 0, 1.0), replace(before, host_bytes=2**20))
+    worse = PricedLevers(
+        (lever,), _TrainingPrice(2**29, 2**29, 2**31, 2**25, 0, 1.0), replace(before, host_bytes=2**20)
+    )
     assert str(worse) == "x: costs 992 MB, -500 ms a step, 1 MB on the host; what changes; how exactly"
 
 

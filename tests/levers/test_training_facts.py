@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from memopt.device import hardware
-from memopt.levers.training_price import TrainingFacts
+from memopt.levers.optimizer_levers import TrainingFacts
 from memopt.optimizers.optimizer_step_price import Stepping
 
 

@@ -19,9 +19,9 @@ from memopt.levers.optimizer_levers import (
     OFFLOAD_OPTIMIZER,
     OPTIMIZER_IN_BACKWARD,
     PricedLevers,
+    TrainingFacts,
     apply_levers,
 )
-from memopt.levers.training_price import TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
 from tests.train.pieces import GPT2
 

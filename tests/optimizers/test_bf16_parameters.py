@@ -15,8 +15,7 @@ from torch import nn, optim
 
 import memopt
 from memopt.device.devices import hardware
-from memopt.levers.optimizer_levers import BF16_PARAMETERS, PricedLevers
-from memopt.levers.training_price import TrainingFacts
+from memopt.levers.optimizer_levers import BF16_PARAMETERS, PricedLevers, TrainingFacts
 from memopt.optimizers import (
     BF16ParametersOptimizer,
     parameterwise,

@@ -15,8 +15,7 @@ from torch import nn, optim
 import memopt
 from memopt.account.optimizer_account import optimizer_account
 from memopt.device.devices import hardware
-from memopt.levers.optimizer_levers import OPTIMIZER_IN_BACKWARD, PricedLevers
-from memopt.levers.training_price import TrainingFacts
+from memopt.levers.optimizer_levers import OPTIMIZER_IN_BACKWARD, PricedLevers, TrainingFacts
 from memopt.meter import measure_peak, resident_cpu_blocks
 from memopt.optimizers import (
     LowBitOptimizer,

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 from memopt.device.storages import find_storages
-from memopt.price.node_prices import is_scheduled
+from memopt.price.price import is_scheduled
 from passes import ApplySchedule, FreeFirst, diff_graphs, find_reuses, format_graph
 from tests.passes.capture import (
     Captured,

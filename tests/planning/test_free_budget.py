@@ -11,8 +11,7 @@ from torch import nn
 
 import memopt
 from memopt.device import CUDA, hardware
-from memopt.planning.on_card import free_budget
-from memopt.planning.options import check_options
+from memopt.planning.options import check_options, free_budget
 
 GB = 1024**3
 

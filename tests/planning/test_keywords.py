@@ -8,8 +8,7 @@ import pytest
 from typing_extensions import Unpack
 
 import memopt
-from memopt.planning.keywords import takes_options
-from memopt.planning.options import PlanOptions, StepOptions, check_options
+from memopt.planning.options import PlanOptions, StepOptions, check_options, takes_options
 
 
 class Oven(TypedDict, total=False):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt.errors import BudgetError, CaptureError
-from memopt.planning.largest import LargestSize
+from memopt.planning.largest import largest_size
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def planner(needs: Callable[[int], int], budget_bytes: int, tried: list[int]) ->
 
 def search(needs: Callable[[int], int], budget_bytes: int, **options: Any) -> tuple[int, list[int]]:
     tried: list[int] = []
-    found = LargestSize(planner(needs, budget_bytes, tried), budget_bytes, **options).find()
+    found = largest_size(planner(needs, budget_bytes, tried), budget_bytes, **options)
     return found, tried
 
 
@@ -104,7 +104,7 @@ def test_sizes_that_add_too_much_time_do_not_fit(quick: int, step: int, budget: 
         return Planned(size, 0.0 if size <= quick else 0.5)
 
     def find(added_time: float) -> int:
-        return LargestSize(plan, budget, step, added_time=added_time).find()
+        return largest_size(plan, budget, step, added_time=added_time)
 
     if budget < step:
         return
@@ -124,8 +124,8 @@ def test_estimates_change_no_result(fixed: int, slope: int, wanted: int, off: in
         return fixed + slope * (size // step)
 
     budget, tried = needs(wanted * step), []
-    search = LargestSize(planner(needs, budget, tried), budget, step, estimate=lambda size: needs(size) - slope * off)
-    assert search.find() == wanted * step
+    plan = planner(needs, budget, tried)
+    assert largest_size(plan, budget, step, estimate=lambda size: needs(size) - slope * off) == wanted * step
     assert len(tried) <= (2 if not off else 40)
 
 
@@ -141,7 +141,7 @@ def test_nothing_far_above_the_largest_is_planned() -> None:
         estimated.append(size)
         return needs(size)
 
-    assert LargestSize(planner(needs, 3507, tried), 3507, estimate=estimate).find() == 501
+    assert largest_size(planner(needs, 3507, tried), 3507, estimate=estimate) == 501
     assert tried == [501, 502]
     assert max(estimated) <= 8 * 501
     assert len(estimated) <= 10
@@ -157,7 +157,7 @@ def test_where_needs_fall_as_the_size_grows_no_plan_is_made_far_above_the_larges
             raise BudgetError(4000, 4001, "activations")
         return Planned(3990 - size)
 
-    assert LargestSize(plan, 4000, estimate=lambda size: 87 * size).find() == 56
+    assert largest_size(plan, 4000, estimate=lambda size: 87 * size) == 56
     assert tried[:3] == [45, 46, 47]
     assert max(tried) <= 2 * 56
     assert len(tried) <= 10
@@ -169,4 +169,4 @@ def test_a_size_that_cannot_be_captured_ends_the_estimates() -> None:
     def estimate(size: int) -> int:
         raise CaptureError("longer than the model's table of positions")
 
-    assert LargestSize(planner(lambda size: size, 100, tried), 100, estimate=estimate).find() == 100
+    assert largest_size(planner(lambda size: size, 100, tried), 100, estimate=estimate) == 100

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memopt.account.breakdown import MEANWHILE
+from memopt.account.account import MEANWHILE
 from memopt.errors import BudgetError
 from tests.planned import ACCOUNT, captured, make_plan, region
 

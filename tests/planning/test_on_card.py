@@ -10,24 +10,23 @@ from unittest import mock
 import pytest
 
 from examples.models.problems import random_problem
-from memopt.account.account import Account
-from memopt.account.allocator_replay import AllocatorPeaks, StepBlocks, replay, replay_with_spare, step_calls
-from memopt.account.breakdown import breakdown
+from memopt.account.account import Account, breakdown
+from memopt.account.allocator_replay import (
+    AllocatorPeaks,
+    StepBlocks,
+    replay,
+    replay_with_spare,
+    step_calls,
+    with_spare,
+    without_spare,
+)
 from memopt.account.caching_allocator import CardFullError
 from memopt.compat.card import expandable_segments
 from memopt.device.workspace_cuda import library_workspaces
 from memopt.errors import GIB, BudgetError, as_text_has_it, round_up
-from memopt.levers.decided_elsewhere import may_expand
-from memopt.planning import on_card as on_cards
-from memopt.planning.joined import Joined
-from memopt.planning.on_card import (
-    SPARE,
-    SPARE_COMPILED,
-    _step_blocks,
-    compiled_within,
-    on_card,
-    within,
-)
+from memopt.levers.all import may_expand
+from memopt.planning import joined as on_cards
+from memopt.planning.joined import SPARE, SPARE_COMPILED, Joined, _step_blocks, compiled_within, on_card, within
 from memopt.planning.options import budget_bytes
 from memopt.planning.planner import Request, least_on_card, smallest, solve_on_card, solve_with_steps
 from memopt.planning.priced_step import PricedStep
@@ -122,7 +121,7 @@ def test_the_budget_that_is_named_has_been_replayed_itself(step: PricedStep, mon
             raise CardFullError("a gap that no block fits")
         return replay_with_spare(*args, limit_bytes=limit_bytes, **kwargs)
 
-    monkeypatch.setattr("memopt.planning.on_card.replay_with_spare", fails_between)
+    monkeypatch.setattr("memopt.planning.joined.replay_with_spare", fails_between)
     again = captured(*step.traced.regions).priced_for(hardware=step.settings.hardware)  # which knows no figure yet
     named, _ = smallest(joined(again), ACCOUNT)
     assert last + CONTEXT <= named < 1.01 * (last + CONTEXT)
@@ -227,13 +226,13 @@ def test_compiled_code_that_has_the_allocator_return_segments_leaves_more_spare(
         account = compiled_within(joined(step), schedule, ACCOUNT, [calls], budget_bytes)
         blocks = _step_blocks(joined(step), ACCOUNT)
         limit = budget_bytes - CONTEXT
-        found = replay(calls, blocks, expandable_segments=False, limit_bytes=SPARE.taken_from(limit))
+        found = replay(calls, blocks, expandable_segments=False, limit_bytes=without_spare(limit, SPARE))
         return breakdown(joined(step).problem, schedule, account).peak_bytes - CONTEXT, found.reserved_bytes
 
     bytes_held, reserved = held([200 * MB], 4 << 30)
-    assert bytes_held == SPARE_COMPILED.added_to(reserved)
+    assert bytes_held == with_spare(reserved, SPARE_COMPILED)
     bytes_held, reserved = held([200 * MB, 300 * MB], CONTEXT + 480 * MB)
-    assert bytes_held == SPARE.added_to(reserved)
+    assert bytes_held == with_spare(reserved, SPARE)
 
 
 @pytest.mark.parametrize("seed", range(40))

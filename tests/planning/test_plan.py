@@ -9,7 +9,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from memopt.errors import GIB, BudgetError, Way
-from memopt.levers.decided_elsewhere import RECOMPUTE_LEFT_OUT
+from memopt.levers.all import RECOMPUTE_LEFT_OUT
 from memopt.planning.frontier import FORMAT
 from memopt.planning.options import Effort
 from memopt.planning.plan import Plan

@@ -22,7 +22,7 @@ from memopt.planning.options import Effort
 from memopt.planning.planner import Request, progress_line, recipes, smallest, solve
 from memopt.planning.priced_step import PricedStep
 from memopt.planning.schedule_parts import held_after_forward, module_rows, split
-from memopt.price.node_prices import split_halves
+from memopt.price.price import split_halves
 from memopt.solver import Progress, Schedule, simulate
 from tests.marks import slow
 from tests.planned import ACCOUNT, captured, make_plan, region, two_regions

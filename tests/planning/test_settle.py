@@ -56,7 +56,7 @@ def test_such_a_weight_is_stepped_at_the_end() -> None:
 
     found, solution = solve_stepping(problem, solve)
     assert found.left == {0}
-    assert [step.number for step in found.steps.values()] == [1]
+    assert [*found.steps.values()] == [1]
     assert solution.peak_bytes == simulate(found.problem, solution.schedule).peak_bytes
     assert found is problem.leaving(frozenset({0}))  # type: ignore[misc]
 

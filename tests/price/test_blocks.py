@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from torch.fx import Graph, Node
 
-from memopt.price.node_prices import is_attention_core, number_blocks
+from memopt.price.price import is_attention_core, number_blocks
 from passes.graphs.node_facts import module_path
 from tests.passes.capture import aten, gpt2
 

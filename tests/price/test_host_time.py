@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memopt.device.time_model import MEASURED_TIMES
-from memopt.price.node_prices import host_seconds
+from memopt.price.price import host_seconds
 from memopt.show.report import headline
 from tests.planned import ACCOUNT, captured, make_plan
 

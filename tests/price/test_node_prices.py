@@ -13,8 +13,8 @@ from examples.models.families import BY_NAME
 from memopt.device import hardware
 from memopt.device.op_call import OpCall
 from memopt.device.time_model import node_seconds
-from memopt.price import node_prices
-from memopt.price.node_prices import is_scheduled, price_nodes
+from memopt.price import price as price_module
+from memopt.price.price import is_scheduled, price_nodes
 from tests.planned import region
 
 
@@ -44,7 +44,7 @@ def test_the_ops_that_make_up_most_are_timed_by_themselves(monkeypatch: pytest.M
         asked.append((device.type, sum(expected.values())))
         return {call: 7.0 for call in expected if "mm" in str(call.op)}
 
-    monkeypatch.setattr(node_prices, "calibrated_seconds", timed)
+    monkeypatch.setattr(price_module, "calibrated_seconds", timed)
     for card in (replace(hardware("cpu"), between_seconds=1.0), hardware("h100")):
         prices = price_nodes(nodes, card, timed=True)
         for node in nodes:

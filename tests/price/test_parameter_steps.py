@@ -9,7 +9,7 @@ from torch import fx
 from memopt.capture.joint import JointGraph
 from memopt.device.storages import find_storages
 from memopt.price.price import price
-from memopt.price.priced_graph import GraphUse, MemoryUses, NodePrice, ParameterSteps, PricedGraph
+from memopt.price.priced_graph import GraphUse, MemoryUses, NodePrice, PricedGraph
 from memopt.solver import Schedule, simulate
 from tests.passes.capture import Sketch, aten
 from tests.planned import region
@@ -21,8 +21,8 @@ def priced(joint: JointGraph, *numbers: int, workspace: int = 100) -> PricedGrap
     """`numbers` may be stepped in the backward; all parameters are stepped then or at its end."""
     inside = {at: number for at, number in joint.parameter_gradients.items() if number in numbers}
     workspaces = dict.fromkeys(joint.parameter_inputs, workspace)
-    steps = ParameterSteps(inside, workspaces) if numbers else ParameterSteps()
-    return price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0), GraphUse(steps=steps))
+    use = GraphUse(stepped=inside, step_workspaces=workspaces) if numbers else GraphUse()
+    return price(joint.module, joint.forward_outputs, lambda _: NodePrice(1.0, 0), use)
 
 
 def test_each_step_is_behind_the_last_op_that_reads_the_weight() -> None:
@@ -39,7 +39,7 @@ def test_each_step_is_behind_the_last_op_that_reads_the_weight() -> None:
         "step_of_input_0",
         "hand_over_gradients",
     ]
-    steps = {names[op]: {names[reader] for reader in step.after} for op, step in found.steps.items()}
+    steps = {names[op]: {names[reader] for reader in readers} for op, readers in found.waits.items()}
     assert steps == {"step_of_input_1": {"mm_1", "mm_2", "mm_3"}, "step_of_input_0": {"mm", "mm_4"}}
 
 

@@ -7,8 +7,7 @@ from expecttest import assert_expected_inline
 from torch.fx import Graph, Node
 
 from memopt.device import CPU
-from memopt.price.node_prices import is_scheduled, split_halves
-from memopt.price.price import price
+from memopt.price.price import is_scheduled, price, split_halves
 from memopt.price.priced_graph import GraphUse, NodePrice, PricedGraph
 from memopt.solver import RematProblem
 from memopt.solver.problem import BlockCall

@@ -7,7 +7,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memopt.device.storages import is_mutation
-from memopt.price.node_prices import is_scheduled
+from memopt.price.price import is_scheduled
 
 
 def nodes() -> dict[str, fx.Node]:

@@ -9,8 +9,7 @@ import memopt
 from memopt.capture.operators import Decision, OperatorGraph, Operators
 from memopt.device.devices import hardware
 from memopt.levers.precision import DecidePrecision, check_rules, precision_rewriting
-from memopt.rewrite.assign import AssignPrecision
-from memopt.rewrite.policy import Rules, check_policy, low_dtype
+from memopt.rewrite.dtypes import AssignPrecision, Rules, check_policy, low_dtype
 from tests.passes.capture import Sketch, aten
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.rewrite.label_terms import Amounts, _LabelTerms
+from memopt.rewrite.search import _Amounts, _LabelTerms
 from memopt.solver.max_flow import ONE, ZERO
 
 
@@ -16,8 +16,8 @@ def random_terms(number: int) -> tuple[_LabelTerms, list[int]]:
     terms = _LabelTerms()
     labels = [terms.label() for _ in range(state.randint(1, 5))]
 
-    def amounts() -> Amounts:
-        return Amounts(state.randint(0, 9), state.randint(0, 9), state.randint(0, 9))
+    def amounts() -> _Amounts:
+        return _Amounts(state.randint(0, 9), state.randint(0, 9), state.randint(0, 9))
 
     for label in labels:
         terms.add(ZERO, label, amounts())
@@ -55,7 +55,7 @@ def test_flipping_is_the_difference_of_totals(number: int) -> None:
 def test_a_cast_is_paid_once_for_all_that_read_it() -> None:
     terms = _LabelTerms()
     value, *readers = (terms.label() for _ in range(4))
-    terms.shared(True, readers, value, Amounts(seconds=1.0))
+    terms.shared(True, readers, value, _Amounts(seconds=1.0))
     low = dict.fromkeys(readers, True)
     assert terms.total(terms.complete({value: False, **low})).seconds == 1.0
     assert terms.total(terms.complete({value: True, **low})).seconds == 0.0

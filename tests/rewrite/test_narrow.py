@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 import memopt
 from memopt.capture.operators import OperatorGraph
 from memopt.device import hardware
+from memopt.rewrite.dtypes import Rules
 from memopt.rewrite.narrow import LEAST_BYTES, DecideFp8, has_units, narrowed, quantized, quantizing
-from memopt.rewrite.policy import Rules
 from passes import CANONICAL, NarrowSaved
 from passes.ops.fp8_formats import E4M3
 from passes.ops.fp8_ops import FP8_LINEAR, MATMUL, QUANTIZE

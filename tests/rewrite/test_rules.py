@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memopt.rewrite.policy import Rules
+from memopt.rewrite.dtypes import Rules
 from tests.passes.capture import Sketch, aten
 
 

@@ -20,8 +20,8 @@ from memopt.device.devices import hardware
 from memopt.errors import GIB
 from memopt.levers.precision import DecidePrecision, precision_rewriting
 from memopt.rewrite import screen
-from memopt.rewrite.assign import AssignPrecision
-from memopt.rewrite.screen import LARGEST, Range, Screening, kept_out, range_of
+from memopt.rewrite.dtypes import AssignPrecision
+from memopt.rewrite.screen import LARGEST, Range, kept_out, range_of
 from memopt.run.session import session_of
 from passes import copy_graph_module
 from tests.marks import slow
@@ -306,10 +306,9 @@ def test_what_is_no_number_in_fp32_either_is_no_overflow() -> None:
 
 
 def screened(module: fx.GraphModule, *inputs: Any) -> dict[str, str]:
-    run = Screening(module)
-    run.run_all(inputs)
+    _, ranges = screen.screened(module, inputs)
     decider = AssignPrecision(FP16)
-    return dict(kept_out(module, run.ranges, lambda kept: AssignPrecision(FP16, decider.rules, kept_out=kept)(module)))
+    return dict(kept_out(module, ranges, lambda kept: AssignPrecision(FP16, decider.rules, kept_out=kept)(module)))
 
 
 def attention(sketch: Sketch, fill: float) -> fx.GraphModule:

@@ -16,10 +16,9 @@ from memopt.capture.operators import OperatorGraph
 from memopt.device.devices import hardware
 from memopt.errors import GIB
 from memopt.levers import precision_rewriting
-from memopt.rewrite.assign import AssignPrecision
+from memopt.rewrite.dtypes import AssignPrecision, PrecisionPlan, Rules, low_dtype
 from memopt.rewrite.op_prices import OpPrices
-from memopt.rewrite.policy import PrecisionPlan, Rules, low_dtype
-from memopt.rewrite.search import SearchPrecision, differentiated, influence
+from memopt.rewrite.search import differentiated, influence, search_precision
 from tests.passes.capture import Sketch, aten
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -42,8 +41,8 @@ def post_norm(rows: int = 4096, width: int = 1024) -> GraphModule:
 
 def searched(module: GraphModule, low: torch.dtype = BF16, most_error: float = 2.0, **options: Any) -> PrecisionPlan:
     prices = OpPrices(hardware("h100"), narrows=low == BF16)
-    decide = SearchPrecision(replace(AssignPrecision(low), **options), prices, most_error)
-    return decide(OperatorGraph(module, PARAMETERS))
+    default = replace(AssignPrecision(low), **options)
+    return search_precision(OperatorGraph(module, PARAMETERS), default, prices, most_error)
 
 
 def dtypes(plan: PrecisionPlan) -> dict[str, torch.dtype]:
@@ -84,7 +83,7 @@ def test_what_an_exponential_reads_keeps_all_of_its_bits() -> None:
 def test_the_same_graph_gets_the_same_choices() -> None:
     prices = OpPrices(hardware("h100"), narrows=True)
     plans = [
-        SearchPrecision(AssignPrecision(BF16), item)(OperatorGraph(post_norm(), PARAMETERS))
+        search_precision(OperatorGraph(post_norm(), PARAMETERS), AssignPrecision(BF16), item)
         for item in (prices, prices, OpPrices(hardware("h100"), narrows=True))
     ]
     assert plans[0] == plans[1] == plans[2]
@@ -111,7 +110,7 @@ def test_fp16_gets_nothing_that_the_default_keeps_in_fp32() -> None:
 def test_without_gradients_the_default_stays() -> None:
     graph = OperatorGraph(post_norm(), frozenset())
     prices = OpPrices(hardware("h100"), narrows=True)
-    assert SearchPrecision(AssignPrecision(BF16), prices)(graph) == AssignPrecision(BF16)(post_norm())
+    assert search_precision(graph, AssignPrecision(BF16), prices) == AssignPrecision(BF16)(post_norm())
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("t4", FP16), ("h100", BF16), ("cpu", BF16)])

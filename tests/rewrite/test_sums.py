@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from memopt.compat.host import HOST
 from memopt.device.devices import device_of
-from memopt.rewrite.assign import KERNELS_SUM_IN_FP32
+from memopt.rewrite.dtypes import KERNELS_SUM_IN_FP32
 
 ROWS, WIDTH = 16384, 32
 SUMS = device_of(HOST).sums_in_16_bits

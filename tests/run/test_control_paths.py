@@ -12,9 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memopt
-from memopt.capture.between import EagerCodeBytes, Passed
-from memopt.capture.captured_call import CapturedCall
-from memopt.capture.dynamic_shapes import known_places, together
+from memopt.capture.captured_call import CapturedCall, EagerCodeBytes, Passed, known_places, together
 from memopt.planning.derived import METHOD
 from memopt.run.control_paths import ControlPaths
 from memopt.run.training import TrainingCalls

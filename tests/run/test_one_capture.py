@@ -12,7 +12,7 @@ from torch import nn
 
 import memopt
 from examples.models.families import causal_batch, loss_of
-from memopt.capture import trace as capture_trace
+from memopt.capture import joint as joint_graphs
 from memopt.capture.region import RecordedRegion
 from memopt.compat.fakes import FakeTensor
 from memopt.solver import Portfolio
@@ -29,7 +29,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     kept on disk, where the next test would find them."""
     monkeypatch.setenv("MEMOPT_CACHE", "0")
     counts: Counter[str] = Counter()
-    record, trace, solve = RecordedRegion.record.__func__, capture_trace.trace_region, Portfolio.solve
+    record, trace, solve = RecordedRegion.record.__func__, joint_graphs.trace_region, Portfolio.solve
 
     def counted_record(cls: Any, *args: Any, **kwargs: Any) -> RecordedRegion:
         counts["captures"] += 1
@@ -44,7 +44,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return solve(self, budget_bytes, *args, **kwargs)
 
     monkeypatch.setattr(RecordedRegion, "record", classmethod(counted_record))
-    monkeypatch.setattr(capture_trace, "trace_region", counted_trace)
+    monkeypatch.setattr(joint_graphs, "trace_region", counted_trace)
     monkeypatch.setattr(Portfolio, "solve", counted_solve)
     return counts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt.account.breakdown import Breakdown
+from memopt.account.account import Breakdown
 from memopt.errors import GIB
 from memopt.planning.plan import ReceiptRow
 from memopt.planning.schedule_parts import ModuleRow

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from memopt.account.breakdown import Breakdown
+from memopt.account.account import Breakdown
 from memopt.errors import GIB
 from memopt.planning.plan import Plan
 from memopt.planning.schedule_parts import ModuleRow, RegionSchedule

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from memopt.account.breakdown import ANY_LINK, OPTIMIZER_STEP, live_bytes_by_kind
+from memopt.account.account import ANY_LINK, OPTIMIZER_STEP, live_bytes_by_kind
 from memopt.planning.plan import Plan
 from memopt.show.step import step_of
 from memopt.solver import Link, simulate
