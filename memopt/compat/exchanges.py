@@ -137,6 +137,11 @@ def unsettle_gloo(model: nn.Module) -> None:
                 setattr(group, name, exchange.usual)
 
 
+def gather_of(module: nn.Module) -> Any:
+    """The callable with which a module that `fully_shard` was applied to gathers its own parameters."""
+    return groups_of(module, recurse=False)[0]._all_gather_comm
+
+
 def _gather(usual: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
     """FSDP2's all-gather `usual`, and a wait until gloo's threads have dropped both tensors."""
     with settling(output_tensor), settling(input_tensor):
