@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from memopt.account.account import distinct_bytes
 from memopt.account.eager_bytes import (
     EagerBytes,
     RealBytes,
@@ -90,8 +88,6 @@ class PlainStep:
     """The most held before the last backward begins."""
     nodes: int = 0
     """The number of autograd nodes that its forward makes."""
-    sparse_bytes: int = 0
-    """The bytes by which the gradients that exist when it begins exceed dense ones, where some are sparse."""
     draws: bool = False
     """Whether its forward draws random numbers of Python's or numpy's, which may choose the operators that run."""
 
@@ -286,15 +282,7 @@ def _counted(
         others = [leaf for leaf in others if not (made_too and count.has_counted(leaf))]
         if others and (not others_too or any(map(has_hooks, others))):
             return None
-        held, in_forward, beyond = count.live_bytes, count.peak_bytes, dict[int, int]()
-
-        def note_sparse(part: torch.Tensor, gradient: torch.Tensor) -> None:
-            if special_kind(gradient):
-                beyond[id(part)] = distinct_bytes([gradient]) - part.nbytes
-
-        dense: list[Any] = [one for one in own.values() if one.requires_grad and one.grad is not None]
-        for part in dense:  # it stands for a gradient that may be sparse
-            part.register_hook(partial(note_sparse, part))
+        held, in_forward = count.live_bytes, count.peak_bytes
         with gradients_kept(losses):
             given, squares = [torch.ones_like(loss) if loss.dim() else None for loss in losses], []
             if graph.kept:
@@ -313,7 +301,6 @@ def _counted(
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
     found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), graph=graph)
     before: Any = {"forward_bytes": in_forward, "derived_bytes": derived, "before_last_bytes": before_last}
-    before["sparse_bytes"] = sum(beyond.values())
     return replace(found, **before, tangent_bytes=tangents, calls=count.calls, nodes=nodes, draws=draws)
 
 

@@ -233,8 +233,10 @@ def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int
                 continue
             strided = type(value) in _PLAIN and value.layout is torch.strided
             plain = strided and not (value.is_nested or value.is_quantized)
-            for storage in (value.untyped_storage(),) if plain else storages_of(value):
-                found[storage.data_ptr()] = storage.nbytes()
+            storages = [value.untyped_storage()] if plain else storages_of(value)
+            for storage in storages:
+                if plain or storage.device == device:  # the scales of a weight may lie elsewhere than it does
+                    found[storage.data_ptr()] = storage.nbytes()
         except (NotImplementedError, RuntimeError):  # it has no memory of its own, or a tracer has left it behind
             continue
     return found

@@ -81,9 +81,8 @@ def run_deferring(
         forward.until_backward(later, later.start_bytes)
         symbols = symbol_values(region.inputs, inputs) if region.changing else {}
         for number, (position, example) in enumerate(zip(group.positions, group.examples, strict=True)):
-            sizes: tuple[Sequence[int], Sequence[int]] = example.shape, example.stride()
-            if symbols:
-                sizes = with_values(sizes[0], symbols), with_values(sizes[1], symbols)
+            # Sizes that a later line of the model fixed are numbers behind symbols, also where none changes.
+            sizes = with_values(example.shape, symbols), with_values(example.stride(), symbols)
             outputs[position] = later.on_demand(number, *sizes, dtypes[number], example.device)
     return [outputs[position] for position in range(len(outputs))]
 

@@ -222,7 +222,7 @@ class Session:
                         bring_back(self.model)
                         result = self._within_modes(calls, now, names)
                     for may_end in () if names else (self._alone, False):
-                        with suppress(LongerPath):  # it is undone, and counted next on the path that it takes
+                        with suppress(LongerPath) if may_end else nullcontext():  # it is undone, and counted next
                             result = self._as_it_fits(calls, replace(now, may_end=may_end))
                             break
         self.share.returned(call, result, self.status.plan if self.status.state is State.PLANNED else None)

@@ -55,3 +55,12 @@ def test_bytes_by_address_counts_each_storage_once() -> None:
     inside = [rows.crow_indices(), rows.col_indices(), rows.values()]
     expected = [tensor, *inside]
     assert found == {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in expected}
+
+
+def test_scales_that_lie_elsewhere_than_their_weight_are_not_on_its_device() -> None:
+    class Packed(torch.nn.Parameter):
+        """A weight with scales in an attribute."""
+
+    weight = Packed(torch.empty(4, device="meta"))
+    weight.scales = torch.zeros(1000)  # type: ignore[attr-defined]
+    assert 4000 not in bytes_by_address([weight], torch.device("meta")).values()

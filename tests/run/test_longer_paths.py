@@ -18,6 +18,7 @@ from memopt.errors import GIB
 from memopt.run.plain_forward import LongerPath, ends_beyond
 from memopt.saved_values import draws_so_far, extreme_draws
 from tests.elsewhere import counted
+from tests.run.pieces import session_for
 
 __all__ = ["counted"]
 
@@ -208,3 +209,17 @@ def test_parameters_that_a_forward_writes_to_are_restored() -> None:
     with pytest.raises(LongerPath), ends_beyond(model, ((), {}), 0):
         model(torch.randn(8, 4))
     assert torch.equal(model[0].bias, before)
+
+
+def test_a_longer_path_of_an_outer_model_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count of calls may end the forward of an optimised model within the one that is counted."""
+    session, tried = session_for(nn.Linear(4, 4)), []
+
+    def ended(calls: Any, now: Any) -> Any:
+        tried.append(now.may_end)
+        raise LongerPath
+
+    monkeypatch.setattr(session, "_as_it_fits", ended)
+    with pytest.raises(LongerPath):
+        session._train(session.forward, ((torch.randn(2, 4),), {}))
+    assert tried == [True, False]
