@@ -202,7 +202,8 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         "are used only where `allow` names them; with offload_optimizer the host holds 8 bytes a parameter, 2 with "
         "low_bit_optimizer too.",
         "\n".join(lines),
-        "The smallest budget of each model, in GB:",
+        f"With QLoRA, models of up to {max(MODELS[name][0] for name in found if 'qlora' in found[name]):.0f} billion "
+        "parameters have been planned. The smallest budget of each model, in GB:",
         "\n".join(lines_of_models),
         "## LoRA with the base on the host",
         f'With `allow=memopt.DEFAULT_LEVERS | {{"offload_parameters"}}` the frozen weights lie in the host\'s '
@@ -217,7 +218,9 @@ def guide(found: dict[str, dict[str, Needs]]) -> str:
         " of this guide have one sequence, with the CUDA context. Unsloth's are its table of requirements for"
         " LoRA in 16 bits, called an absolute minimum, without a length. Read as GB of 10⁹ bytes, they are 7%"
         " smaller than here, and all but those of 8B (-18%) and 70B (-10.2%) lie within 10%. The smallest "
-        "plans recompute all that they can; what Unsloth holds beyond is not published.",
+        "plans recompute all that they can; what Unsloth holds beyond is not published. Its figures for 4 bits are "
+        "about what the weights take by themselves (8B: 5.7 GB of 10⁹ bytes, of which embedding and head in bf16 "
+        "are 2.1); here adapters with AdamW, the CUDA context and the step of a sequence come on top.",
         "A LoRA whose 16-bit base lies on the host takes less of the card than a 4-bit base on it, and more time. "
         "`memopt plan CONFIG --lora 16 --bits 4` plans a QLoRA of any model. Of mixtures of"
         " experts, axolotl#3787 has 6.00 GB with 4-bit experts on the card and 2.60 GB with experts streamed "
