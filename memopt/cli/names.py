@@ -123,10 +123,13 @@ def with_4_bits(model: nn.Module, head: nn.Module | None) -> nn.Module:
         layer.quant_state = state
         return layer
 
+    made_of = dict[nn.Module, nn.Module]()
     for module in list(model.modules()):
         for name, inner in list(module.named_children()):
             if type(inner) is nn.Linear and inner is not head:
-                setattr(module, name, quantised(inner))
+                if inner not in made_of:  # one that stands in two places stays one
+                    made_of[inner] = quantised(inner)
+                setattr(module, name, made_of[inner])
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -94,14 +93,16 @@ def _resizing_gradient(
 def to_fake(
     mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A fake of `tensor` (real, meta or fake) on `device`, in `dtype` if given; a parameter's fake is a parameter, with
-    its attributes, and fakes of the tensors in them: the scales of a 4-bit weight of bitsandbytes are there."""
+    """A fake of `tensor` (real, meta or fake) on `device`, in `dtype` if given; a parameter's fake is a parameter. That
+    of a parameter of a class of its own has its attributes, and fakes of the tensors in them: the scales of a 4-bit
+    weight of bitsandbytes are there."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
     fake = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
     if isinstance(tensor, torch.nn.Parameter):
         parameter = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        parameter.__dict__.update(vars(tensor))
-        _fake_attributes(parameter, lambda held: to_fake(mode, held, device), {})
+        if type(tensor) is not torch.nn.Parameter:
+            vars(parameter).update(vars(tensor))
+            _fake_attributes(parameter, lambda held: to_fake(mode, held.detach(), device), {})
         return parameter
     return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad else fake
 
@@ -110,12 +111,12 @@ def _fake_attributes(value: object, fake: Callable[[torch.Tensor], torch.Tensor]
     """Replace the tensors among an object's attributes by fakes, and the objects that hold tensors by copies."""
     for name, held in vars(value).items():
         if id(held) in twins:
-            setattr(value, name, twins[id(held)])
+            vars(value)[name] = twins[id(held)]
         elif isinstance(held, torch.Tensor):
-            setattr(value, name, fake(held))
+            vars(value)[name] = fake(held)
         elif holds_tensors(held):
-            twin = twins[id(held)] = copy.copy(held)
-            setattr(value, name, twin)
+            twin = vars(value)[name] = twins[id(held)] = object.__new__(type(held))
+            vars(twin).update(vars(held))
             _fake_attributes(twin, fake, twins)
 
 

@@ -87,8 +87,8 @@ def _in_attributes(value: object, seen: frozenset[int] = frozenset()) -> Iterato
 
 
 def holds_tensors(value: object) -> bool:
-    """Whether an attribute of an object, which is no module, is a tensor."""
-    attributes = {} if isinstance(value, torch.nn.Module) else getattr(value, "__dict__", {})
+    """Whether an attribute of an object, which is no module, class or function, is a tensor."""
+    attributes = {} if callable(value) else getattr(value, "__dict__", {})
     return any(isinstance(held, torch.Tensor) for held in attributes.values())
 
 

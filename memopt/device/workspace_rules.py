@@ -223,6 +223,7 @@ COMMON: dict[str, Rule] = {
     **for_each("gemm_4bit gemv_4bit", unpacked_weight),
     **for_each("dequantize_4bit dequantize_blockwise", lambda call: 8 * call.inputs[1].numel + copies(call) + KB),
     "int8_scaled_mm": lambda call: 4 * call.outputs[0].numel + all_bytes(call),
+    "int8_mixed_scaled_mm": lambda call: 8 * call.outputs[0].numel + 2 * all_bytes(call),
     "nonzero_static": lambda call: 8 * max(2, len(first(call).size)) * first(call).numel,
     **for_each("_unique _unique2", lambda call: all_bytes(call) + 32 * first(call).numel + KB),
     **for_each("any all", lambda call: 0 if first(call).dtype == torch.bool else first(call).numel + SCALARS),

@@ -253,7 +253,6 @@ class CallAccounts:
         account = account_of(
             terms.model, tensors_in(call), optimizer, terms.card, trains, steps, live, self._optimizer_account
         )
-        account = self._with_further_optimizers(account, optimizer, steps)
         held, others = situation.gradients_held, situation.other_forwards
         meanwhile = (situation.meanwhile or 0) + (situation.for_other_models or 0)
         if terms.sharding is not None:
@@ -261,6 +260,7 @@ class CallAccounts:
         account = self.optimizer_choice.adjusted(
             replace(account, gradients_held=held, other_forwards=others, meanwhile=meanwhile)
         )
+        account = self._with_further_optimizers(account, optimizer, steps)
         if situation.buckets is not None:
             account = _with_buckets(account, situation.buckets)
         elsewhere = situation.elsewhere or 0

@@ -54,9 +54,7 @@ class UntilBackward:
         self.entry: Callable[[], Entry | None] = weakref.ref(entry)
         self._seen = entry.callers_code
         self.ended = self._marked = False
-        self._begin_mark, self._freed_mark, self._end_mark = next(_MARKS), next(_MARKS), next(_MARKS)
-        self._freed_bytes = 0
-        """What the forward freed at the beginning of its backward (`_check`)."""
+        self._begin_mark, self._end_mark = next(_MARKS), next(_MARKS)
         self._loss_is_outside = any(map(torch.Tensor.dim, outputs))
         self._returned_bytes = distinct_bytes(outputs)
         self._begins_with = max(self._returned_bytes, tangent_bytes)
@@ -139,18 +137,12 @@ class UntilBackward:
         saved, in_forward, in_backward = held_bytes(roots, nodes, device, counted)
         if not seen._seen.metered or seen._begins_with > seen._seen.returned_bytes:
             seen._seen.note(max(in_forward, in_backward - freed), seen._begins_with)
-        copied = in_forward - saved  # kernels may copy what they read and write
-        most = saved if entry.trained or entry.waiting() else max(in_forward, in_backward) + copied
-        seen._freed_bytes = _check(entry, saved, most)
-        if seen._freed_bytes and seen.read in PeakMeter.listeners:
-            _mark(seen._freed_mark)
+        _check(entry, saved)
 
     def read(self, events: Sequence[int]) -> None:
         """Called when the block of a meter ends: record the bytes that the caller's code held at most, from the meter's
         `events` in order (bytes allocated, and bytes freed as negative numbers), in the model's entry."""
         PeakMeter.listeners.remove(self.read)
-        if (freed := _marked(events, self._freed_mark)) is not None:
-            events = [*events[: freed - 2], self._freed_bytes, *events[freed:]]  # the caller's code did not free it
         entry, begin, end = self.entry(), _marked(events, self._begin_mark), _marked(events, self._end_mark)
         if entry is not None and self.ended and begin is not None and end is not None and begin < end:
             if not self._seen.metered:
@@ -158,20 +150,18 @@ class UntilBackward:
             self._seen.note(max(accumulate(events[begin : end - 2]), default=0), self._begins_with)  # without the mark
 
 
-def _check(entry: Entry, saved_bytes: int, most_bytes: int) -> int:
+def _check(entry: Entry, saved_bytes: int) -> None:
     """Warn where the caller's operators have saved more since the forward than the budget has left for them, which is
-    not known before. Raises `BudgetError` in a model that has not stepped where no plan would leave so much. Where the
-    budget has room for that, but not for the most that they hold in the backward, the forward frees what it saved, and
-    runs a second time in its backward. Returns the bytes freed."""
+    not known before. Raises `BudgetError` in a model that has not stepped where no plan would leave so much."""
     waiting = [forward for one in Ledger.of(entry).entries for forward in one.all_waiting()]
     if entry.fixed_bytes is not None or len(waiting) != 1:  # the graph may lead through other forwards
-        return 0
+        return
     (forward,) = waiting
     account = replace(forward.account, other_forwards=0, elsewhere=0, tolerance=0)
     needed = account.resident_bytes + saved_bytes  # what is elsewhere may be among these, or be freed by now
-    room = entry.budget_bytes + entry.tolerance_bytes + max(0, account.optimizer_state - entry.found.state)
-    if needed + forward.held_bytes <= room:
-        return forward.free_saved() if needed - saved_bytes + most_bytes + forward.held_bytes > room else 0
+    missing = max(0, account.optimizer_state - entry.found.state)
+    if needed + forward.held_bytes - missing <= entry.budget_bytes + entry.tolerance_bytes:
+        return
     elsewhere_bytes = entry.found.beside(account)
     works = needed + elsewhere_bytes + forward.saved_bytes() + entry.tolerance_bytes
     works = max(works, forward.runs_plain_from(elsewhere_bytes, 2 * works) or 0)
@@ -179,7 +169,6 @@ def _check(entry: Entry, saved_bytes: int, most_bytes: int) -> int:
     del forward, waiting  # else this frame, which is in the error's traceback, would hold the forward
     tell = entry.warn_beyond if needed <= entry.budget_bytes else entry.refuse
     tell(BudgetError(entry.budget_bytes, works, reason, least=False, further=(_BESIDE,)))
-    return 0
 
 
 _BESIDE = (

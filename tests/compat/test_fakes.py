@@ -49,6 +49,9 @@ def test_tensors_in_the_attributes_of_a_parameter_have_fakes_too() -> None:
     assert fake.scales.again is fake.scales or isinstance(fake.scales.again.values, FakeTensor)
     assert (fake.scales.blocks, fake.layer) == (4, weight.layer)  # type: ignore[attr-defined]
     assert not isinstance(weight.scales.values, FakeTensor)  # type: ignore[attr-defined]
+    plain = nn.Parameter(torch.zeros(8))
+    plain.master = plain  # type: ignore[attr-defined]
+    assert not hasattr(to_fake(new_fake_mode(), plain, CUDA), "master")
     assert [one.nbytes for one in with_memory([weight])] == [8, 8]
 
 

@@ -435,38 +435,3 @@ def test_what_other_methods_of_the_model_save_is_named_before_the_first_step(ste
     gc.collect()
     assert named_gb * GIB <= 1.05 * plain
     assert max(train(named_gb)) <= named_gb * GIB
-
-
-class Images(nn.Module):
-    """Convolutions that encode and decode, both of which the loop also calls by themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.down = nn.Sequential(nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 8, 3, 2, 1))
-        self.up = nn.Sequential(nn.ConvTranspose2d(8, 16, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(16, 1, 4, 2, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(self.down(x))
-
-
-def test_a_forward_frees_what_it_saved_where_the_backward_of_other_methods_takes_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its copies for convolutions were beyond a budget that has room for all that was saved."""
-    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
-
-    def first_step(budget_gb: float | None) -> tuple[int, list[torch.Tensor]]:
-        trained = Images().train()
-        if budget_gb is not None:
-            memopt.optimize(trained, budget_gb, optimizer="sgd")
-        images = torch.rand(16, 1, 32, 32)
-        with memopt.measure_peak() as peak:
-            made, codes = trained(images), trained.down(images)
-            (made - images).square().mean().add(trained.down(trained.up(codes)).square().mean()).backward()
-        return peak.bytes, [parameter.grad for parameter in trained.parameters() if parameter.grad is not None]
-
-    plain, expected = first_step(None)
-    peak, found = first_step(0.95 * plain / GIB)
-    assert peak <= 0.95 * plain
-    assert all(map(torch.equal, found, expected))
