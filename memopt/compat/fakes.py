@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-from memopt.compat.tensors import holds_tensors
+from memopt.compat.tensors import holds_tensors, is_of_own_class
 from passes.compat import Replacement, private, replaced
 
 PRIVATE_NAMES = private("""
@@ -100,7 +100,7 @@ def to_fake(
     fake = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
     if isinstance(tensor, torch.nn.Parameter):
         parameter = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        if type(tensor) is not torch.nn.Parameter:
+        if is_of_own_class(tensor):
             vars(parameter).update(vars(tensor))
             _fake_attributes(parameter, lambda held: to_fake(mode, held.detach(), device), {})
         return parameter

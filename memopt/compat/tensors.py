@@ -73,8 +73,13 @@ def with_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield tensor.values()
         else:
             yield tensor
-            if isinstance(tensor, torch.nn.Parameter) and type(tensor) is not torch.nn.Parameter:
+            if is_of_own_class(tensor):
                 yield from _in_attributes(tensor)
+
+
+def is_of_own_class(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass of `nn.Parameter`. Parameters that are fake tensors or wrappers are of none."""
+    return type(tensor) is not torch.nn.Parameter and issubclass(type(tensor), torch.nn.Parameter)
 
 
 def _in_attributes(value: object, seen: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:

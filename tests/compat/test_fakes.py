@@ -55,6 +55,12 @@ def test_tensors_in_the_attributes_of_a_parameter_have_fakes_too() -> None:
     assert [one.nbytes for one in with_memory([weight])] == [8, 8]
 
 
+def test_a_fake_parameter_gets_the_mode_and_the_device_asked_for() -> None:
+    mode, parameter = new_fake_mode(), to_fake(new_fake_mode(), nn.Parameter(torch.zeros(2)), torch.device("cpu"))
+    fake: Any = to_fake(mode, parameter, CUDA)
+    assert (fake.device, fake.fake_mode) == (CUDA, mode)
+
+
 def test_each_mode_has_its_own_symbols() -> None:
     assert new_fake_mode().shape_env is not new_fake_mode().shape_env
 
