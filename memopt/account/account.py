@@ -15,7 +15,7 @@ from torch import nn
 from memopt.account.card_state import CardState
 from memopt.account.optimizer_account import OptimizerAccount, optimizer_account
 from memopt.account.optimizer_trial import LiveOptimizer
-from memopt.compat.tensors import has_no_storage, is_replicated, shard_of, storage_key, with_memory
+from memopt.compat.tensors import bytes_of_storages, is_replicated, shard_of
 from memopt.device.devices import device_of
 from memopt.device.hardware import Hardware
 from memopt.solver import Link, RematProblem, Schedule, simulate
@@ -237,14 +237,8 @@ def in_blocks(sizes: Iterable[int], device: Hardware | torch.device) -> int:
 def distinct_bytes(tensors: Iterable[torch.Tensor], block_bytes: int = 1) -> int:
     """The bytes of the storages of `tensors`, each counted once and rounded up to multiples of `block_bytes`. A tensor
     subclass counts as the tensors inside it, a sparse tensor as its indices and values."""
-    sizes: dict[int, int] = {}
-    for tensor in with_memory(tensors):
-        if has_no_storage(tensor):
-            sizes[id(tensor)] = tensor.nbytes
-        else:
-            # A parameter that lies on the host now has an empty storage; it counts as if on the device.
-            sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes() or tensor.nbytes
-    return sum([-(-nbytes // block_bytes) * block_bytes for nbytes in sizes.values()])
+    sizes = bytes_of_storages(tensors)
+    return sum(sizes) if block_bytes == 1 else sum(-(-nbytes // block_bytes) * block_bytes for nbytes in sizes)
 
 
 ANY_LINK = Link(math.inf)

@@ -29,7 +29,8 @@ PRIVATE_NAMES = private("""
 """)
 
 
-def replacements() -> list[Replacement]:
+@cache
+def replacements() -> tuple[Replacement, ...]:
     """The replacements of Dynamo's own functions that are active while models are captured and run. Torch 2.15 reads
     methods of tensors from a table that holds the functions; torch 2.13 looks them up by name in the class."""
     import torch._dynamo.config as dynamo_config
@@ -67,7 +68,7 @@ def replacements() -> list[Replacement]:
         found.append((methods, f"method_{name}", changed))
         if name in table:
             found.append((table, name, type(table[name])(changed)))
-    return found
+    return tuple(found)
 
 
 def _changed(owner: Any, name: Any, change: Callable[[Any], Any]) -> Replacement:

@@ -193,7 +193,7 @@ def _rounds_alike(p: float, dtype: torch.dtype) -> tuple[bool, bool]:
     return forward, backward
 
 
-_CHOOSING = "masking_utils", "utils.import_utils", "utils.output_capturing"
+_CHOOSING = "transformers.masking_utils", "transformers.utils.import_utils", "transformers.utils.output_capturing"
 """The modules of transformers whose functions decide otherwise where Dynamo traces them."""
 _SAME_VALUES = {"expand", "to", "long", "bool", "contiguous"}
 _IDLE = ContextVar[torch.Tensor | None]("a mask that masks nothing, or position ids of one sequence in each row")
@@ -204,7 +204,7 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     """Context in which transformers, traced by Dynamo, decides about masks as it would for these arguments in eager
     mode: a mask that masks nothing is left out. Dynamo guards on these decisions. Hooks that collect hidden states,
     attentions and the logits of routers are installed as in eager mode, too."""
-    masking, asking, collecting = [sys.modules.get(f"transformers.{name}") for name in _CHOOSING]
+    masking, asking, collecting = map(sys.modules.get, _CHOOSING)
     for choosing in filter(None, (masking, asking)):
         _run_frames_eagerly(choosing)
     idle = _idle_mask(args, kwargs)
@@ -214,10 +214,14 @@ def eager_mask_branches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
     ]
     if idle is not None:
         changes += [(masking, f"_ignore_{kind}_mask_sdpa", _unless_idle) for kind in ("causal", "bidirectional")]
-    there = [(module, name, change, getattr(module, name, None)) for module, name, change in changes]
+    there = [
+        (module, name, change(own))
+        for module, name, change in changes
+        if (own := getattr(module, name, None)) is not None
+    ]
     token = _IDLE.set(idle)
     try:
-        with replaced_all([(module, name, change(own)) for module, name, change, own in there if own is not None]):
+        with replaced_all(there):
             yield
     finally:
         _IDLE.reset(token)
@@ -238,11 +242,11 @@ def _run_frames_eagerly(module: ModuleType) -> None:
 def _idle_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The attention mask among a call's arguments if it masks nothing; without a mask, its position ids if each row of
     them is one sequence. Eager mode makes no mask of either. None for all other calls."""
-    for named in (kwargs, *(value for value in args if isinstance(value, Mapping))):
+    for named in (kwargs, *[value for value in args if isinstance(value, Mapping)]):
         mask, positions = named.get("attention_mask"), named.get("position_ids")
-        if _has_values(mask):
+        if mask is not None and _has_values(mask):
             return mask if _is_ones(mask) else None
-        if _has_values(positions):
+        if positions is not None and _has_values(positions):
             return positions if (positions.diff(dim=-1) == 1).all() else None
     return None
 

@@ -226,6 +226,23 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def bytes_of_storages(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The bytes of the storages of `tensors`, each once; of a tensor whose storage torch cannot access, its own. Plain
+    tensors, as most parameters are, are looked up inline."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        strided = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        plain = strided and not (tensor.is_nested or tensor.is_quantized)
+        for part in (tensor,) if plain else with_memory((tensor,)):
+            if not plain and has_no_storage(part):
+                found[id(part)] = part.nbytes
+            else:
+                storage = part.untyped_storage()
+                # A parameter that lies on the host now has an empty storage; it counts as if on the device.
+                found[storage._cdata] = storage.nbytes() or part.nbytes
+    return list(found.values())
+
+
 def bytes_by_address(values: Iterable[object], device: torch.device) -> dict[int, int]:
     """Address → bytes of each storage on a device that holds a tensor among some values. Each step calls it for all
     that its model has and saves, so plain tensors are looked up inline."""
@@ -263,6 +280,15 @@ class WeakStorage:
     def nbytes(self) -> int:
         """The bytes of the memory, 0 once the storage is gone."""
         return 0 if self._reference.expired() else self._nbytes  # type: ignore[no-untyped-call]
+
+
+def bytes_still_there(storages: Iterable[WeakStorage]) -> dict[int, int]:
+    """Address → bytes of each of the storages that is not gone."""
+    found: dict[int, int] = {}
+    for one in storages:
+        if not one._reference.expired():  # type: ignore[no-untyped-call]
+            found[one._address] = one._nbytes
+    return found
 
 
 def memory_of(value: object) -> int | None:

@@ -30,7 +30,7 @@ class CallInProgress:
     """What else is on the device: forwards that wait for their backward, and bytes elsewhere."""
     parts: Parts
     """The model's modules and tensors when the call began."""
-    begin_forward: Callable[[Plan, Situation, int], PendingForward]
+    begin_forward: Callable[[CallInProgress, Plan, int], PendingForward]
     most_between: Callable[[], float] = lambda: math.inf
     """Returns the bytes that code between the regions of a forward may hold while it is recorded."""
     may_end: bool = False
@@ -117,7 +117,7 @@ class CallInProgress:
     def begin(self, plan: Plan, exchanges: int = 0) -> PendingForward:
         """Register the forward that now begins to run by `plan`. `exchanges` identifies its collectives
         (`Emitted.exchanges`)."""
-        return self.begin_forward(plan, self.situation, exchanges)
+        return self.begin_forward(self, plan, exchanges)
 
 
 def _about_fastest(planned: tuple[Situation, Executable]) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from memopt.account.elsewhere import Elsewhere
 from memopt.account.optimizer_account import optimizer_account
 from memopt.account.optimizer_trial import GivenOptimizer, held_tensors, parameters_of
 from memopt.compat.autograd import FREED, Retention
-from memopt.compat.tensors import WeakStorage, bytes_by_address
+from memopt.compat.tensors import WeakStorage, bytes_by_address, bytes_still_there
 from memopt.errors import BudgetError
 from memopt.lru import LruCache
 from memopt.planning.derived import StepBytes, peak_above_lasting, returned_bytes
@@ -230,7 +230,7 @@ class Entry:
     @property
     def device(self) -> torch.device:
         """The device of the model, also where a parameter is stored on the host."""
-        return home_device(next(self.model.parameters()))
+        return home_device(self.model)
 
     @property
     def trained(self) -> bool:
@@ -284,7 +284,7 @@ class Entry:
         """What was seen of the caller's own code around calls of the model as it is now, trained or frozen."""
         return self._callers_code[any(map(attrgetter("requires_grad"), self.model.parameters()))]
 
-    @property
+    @cached_property
     def notable_bytes(self) -> int:
         """The smallest change in the bytes elsewhere for which they are counted again."""
         return self.tolerance_bytes // 2
@@ -311,14 +311,14 @@ class Entry:
             self._versions = self._versions_now()
         self.groups.begin(waiting)
 
-    def kept_outputs(self, inputs: Iterable[torch.Tensor]) -> int:
+    def kept_outputs(self, inputs: Iterable[torch.Tensor], device: torch.device) -> int:
         """The bytes of the latest forward's outputs that are still alive, without the model's own tensors and `inputs`.
         0 where these bytes are too few to matter. Also 0 while any forward waits for its backward: what a waiting
         forward holds is counted with its outputs."""
-        there = {one.address: one.nbytes for one in self.latest_outputs if one.nbytes and one.device == self.device}
+        there = bytes_still_there([one for one in self.latest_outputs if one.device == device])
         if sum(there.values()) <= self.notable_bytes or self.all_waiting():
             return 0
-        own = bytes_by_address([*self.model.parameters(), *self.model.buffers(), *inputs], self.device)
+        own = bytes_by_address([*self.model.parameters(), *self.model.buffers(), *inputs], device)
         return sum(nbytes for address, nbytes in there.items() if address not in own)
 
     @property

@@ -90,19 +90,20 @@ def on_device(model: nn.Module) -> Iterator[None]:
     if model in _called:
         yield
         return
-    for parameter, home in _lying(model):
+    for parameter, home in _lying(model) if _homes else ():
         parameter.data = home.shell
     _called.append(model)
     try:
         yield
     finally:
         _called.remove(model)
-        for parameter, home in _lying(model):
+        for parameter, home in _lying(model) if _homes else ():
             parameter.data = home.host
 
 
-def home_device(parameter: nn.Parameter) -> torch.device:
-    """The device on which operators read a parameter, also while it is stored on the host."""
+def home_device(model: nn.Module) -> torch.device:
+    """The device on which a model's operators run, also while its first parameter is stored on the host."""
+    parameter = next(model.parameters())
     home = _homes.get(parameter) if _homes else None
     return parameter.device if home is None else home.shell.device
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -25,6 +25,7 @@ from memopt.planning.plan import Plan
 from memopt.planning.planner import NEGLIGIBLE
 from memopt.planning.terms import Situation
 from memopt.run.entry import WORTHWHILE, Entry
+from memopt.run.hosted import home_device
 from memopt.run.models_on_device import ModelsOnDevice
 from memopt.run.seen import LatestLooks
 from memopt.training_state import CallState
@@ -279,6 +280,10 @@ class Moment:
         return elsewhere + self._later(found.other) + self.lasting_bytes
 
 
+Reading: TypeAlias = tuple[str, int | None]
+"""A source from which the bytes allocated on a device are read, and their number, None where that is not known."""
+
+
 class Ledger(ModelsOnDevice):
     """Counts the bytes on a device outside of the steps of the optimised models there.
 
@@ -289,7 +294,7 @@ class Ledger(ModelsOnDevice):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device = device
+        self.device, self._kind = device, device_of(device)
         self.look_seconds = 0.0
         """The seconds that searches have taken, without those that belong to planning."""
         self._since: float | None = None
@@ -301,7 +306,7 @@ class Ledger(ModelsOnDevice):
     @classmethod
     def of(cls, entry: Entry) -> Ledger:
         """The ledger of the device that the model of `entry` is on; `entry` is added to it."""
-        device = entry.device
+        device = home_device(entry.model)
         if device not in cls._by_device:
             cls._by_device[device] = cls(device)
         ledger = cls._by_device[device]
@@ -349,20 +354,20 @@ class Ledger(ModelsOnDevice):
         _, looked = self._level(moment)
         return moment.entry.fixed_bytes or (0 if looked is None else looked.most)
 
-    def fits_as_before(self, entry: Entry, plan: Plan, needed: int) -> bool:
+    def fits_as_before(self, entry: Entry, plan: Plan, needed: int, reading: Reading) -> bool:
         """Whether a backward of a plan surely fits the budget, as the bytes allocated now plus `needed` are no more
-        than when an earlier backward of the plan fitted. `needed` is what the backward takes of the budget. Found in
-        microseconds. False where other optimised models train, and in DDP, whose buckets are looked for in each
-        backward."""
-        source, allocated = self._reading()
+        than when an earlier backward of the plan fitted. `needed` is what the backward takes of the budget, `reading`
+        the `Ledger.reading` as it begins. Found in microseconds. False where other optimised models train, and in DDP,
+        whose buckets are looked for in each backward."""
+        source, allocated = reading
         fitted = entry.figures.get(((_FITTED, source), id(plan)))
         if fitted is None or allocated is None or plan.account.buckets or self.others_training(entry):
             return False
         return allocated + needed < fitted[1] + BOOKKEEPING_BYTES
 
-    def note_fits(self, entry: Entry, plan: Plan, needed: int) -> None:
-        """Record that the backward that begins now fits the budget; `fits_as_before` compares later ones with it."""
-        source, allocated = self._reading()
+    def note_fits(self, entry: Entry, plan: Plan, needed: int, reading: Reading) -> None:
+        """Record that a backward fits the budget that began at this reading; `fits_as_before` compares later ones."""
+        source, allocated = reading
         if allocated is not None:
             entry.figures[(_FITTED, source), id(plan)] = plan, allocated + needed
 
@@ -386,7 +391,7 @@ class Ledger(ModelsOnDevice):
         before = entry.found if self._held_still or looked is None else looked.found
         change = None if level is None or looked is None else abs(level - looked.level)
         as_before = change is not None and change < BOOKKEEPING_BYTES
-        noise_bytes = _MALLOC_NOISE if device_of(self.device).is_host else 0  # though no tensor was allocated
+        noise_bytes = _MALLOC_NOISE if self._kind.is_host else 0  # though no tensor was allocated
         noise = change is not None and change < noise_bytes and not entry.due and not planning
         if not self._held_still and not as_before and not (noise and not self.may_look()):
             limit = self._limit_by(entry, level, looked)
@@ -415,16 +420,16 @@ class Ledger(ModelsOnDevice):
     def _level(self, moment: Moment) -> tuple[int | None, LatestLooks | None]:
         """The bytes allocated without those that memopt accounts for, None where that is not known; and the latest
         searches at moments of the same kind: what is elsewhere in a forward may be the step's own in its backward."""
-        source, allocated = self._reading()
+        source, allocated = self.reading()
         level = None if allocated is None else allocated - moment.known_bytes
         kind = moment.kind, "allocator" if allocated is None else source
         return level, moment.entry.looks.get(kind)
 
-    def _reading(self) -> tuple[str, int | None]:
+    def reading(self) -> Reading:
         """The source from which the bytes allocated on the device are read, and their number. The number is None while
         another profiler runs, whose records are in memory of `malloc`. While memopt's own meter runs, it counts what
         tensors hold; in a backward, what they held at the latest reading before."""
-        if device_of(self.device).caching or not profiler_is_active():
+        if self._kind.caching or not profiler_is_active():
             return "allocator", allocated_bytes(self.device)
         meter = PeakMeter.running()
         return ("meter", meter.held_bytes()) if meter else ("profiler", None)
@@ -432,13 +437,13 @@ class Ledger(ModelsOnDevice):
     def _look(self, moment: Moment, before: Elsewhere, *, planning: bool) -> Elsewhere:
         started, entry = time.monotonic(), moment.entry
         found = self._found(moment)
-        source, _ = self._reading()
+        source, _ = self.reading()
         key, looked = (moment.kind, source), entry.looks.get((moment.kind, source))
         if found.other - before.other > entry.notable_bytes:
             more = looked is None or found.other - looked.most > entry.notable_bytes
             gc.collect(2 if more else 1)  # bytes that earlier steps had too need not be garbage
             found = self._found(moment)
-        _, allocated = self._reading()
+        _, allocated = self.reading()
         level = (allocated or 0) - moment.known_bytes
         levels = looked.levels if looked is not None and not entry.due else deque(maxlen=_LOOKS)
         levels.append((level, level - found.other))
@@ -452,7 +457,7 @@ class Ledger(ModelsOnDevice):
 
     def _found(self, moment: Moment) -> Elsewhere:
         """What a search of the device finds at this moment."""
-        entry, kind = moment.entry, device_of(self.device)
+        entry, kind = moment.entry, self._kind
         found = elsewhere.look(
             entry.model,
             self.device,

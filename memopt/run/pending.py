@@ -40,7 +40,7 @@ from memopt.compat.saved_tensors import (
     note_packed,
     saved_by,
 )
-from memopt.compat.tensors import WeakStorage, bytes_by_address, weak_storages
+from memopt.compat.tensors import WeakStorage, bytes_by_address, bytes_still_there, weak_storages
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import GIB, BudgetError, UnplannedGradientError, round_up
 from memopt.planning.derived import lasting_bytes, retained_peak, tangent_bytes
@@ -186,7 +186,7 @@ class PendingForward(WaitingPlanned):
             parameters = parameters_in(modules_of(self.entry.model))
             self._backward, self._extra_bytes = current_backward(), self._held_unplanned(parameters) + self.again_bytes
             if self.outputs:
-                kept = sum([one.nbytes for one in self.outputs])
+                kept = sum(bytes_still_there(self.outputs).values())
                 self.entry.outputs_in_backward = max(self.entry.outputs_in_backward or 0, kept)
                 self._extra_bytes -= max(0, self.entry.returned_bytes(self.plan) - kept)
             self.backward_begins()
@@ -218,7 +218,8 @@ class PendingForward(WaitingPlanned):
             return
         self.backwards += 1
         unseen = self.backwards > self.entry.seen_until_backward
-        if not unseen and ledger.fits_as_before(self.entry, self.plan, needed):
+        reading = ledger.reading()
+        if not unseen and ledger.fits_as_before(self.entry, self.plan, needed, reading):
             return
         moment = self.moment_of(self, gradients)
         if self.backwards > 1:  # other things are allocated than when the first one begins
@@ -233,7 +234,7 @@ class PendingForward(WaitingPlanned):
             if elsewhere_bytes > room + self._state_to_come(elsewhere_bytes):
                 self._refuse_elsewhere(elsewhere_bytes, room)
                 return  # it goes on beyond the budget
-        ledger.note_fits(self.entry, self.plan, needed)
+        ledger.note_fits(self.entry, self.plan, needed, reading)
 
     def _see_what_appeared(self, moment: Moment) -> None:
         """Record, in the first backward and in each further one through the same forward, the bytes that have appeared

@@ -393,7 +393,7 @@ class RecordedCalls:
     ) -> Replay:
         """The second forward that gives gradients which the plan does not compute: those of outputs that it does not
         differentiate, and those with a graph of their own."""
-        planner, plan = self.road.planner, forward.plan
+        planner, plan, captured = self.road.planner, forward.plan, forward.plan.captured
         prevented = ""
         if not self.whole:
             prevented = "the forward breaks into several regions"
@@ -405,9 +405,9 @@ class RecordedCalls:
             prevented = "parameters lie in the host's memory"
         elif plan.regions[0].steps:
             prevented = "parameters are stepped within the backward"
-        elif planner.terms.fuses and plan.captured is not None and plan.captured.draws:
+        elif planner.terms.fuses and captured is not None and captured.draws:
             prevented = "the random numbers of compiled code cannot be drawn again"
-        joints = plan.captured.regions if self.whole and plan.captured is not None else ()
+        joints = captured.regions if self.whole and captured is not None else ()
         only_read = joints[0].inputs_without_gradients if joints else ()
         noted = planner.differentiate_outputs
         return Replay(region, inputs, weak, forward, prevented, only_read, noted)

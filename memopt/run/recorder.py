@@ -271,7 +271,7 @@ class Recorder:
     def _by_size(self, call: Call, run: Callable[..., Any], *given: Any) -> Any:
         """The result of `run(recording, *given)` for the recording that serves the sizes of a call in one region."""
         whole = self._recording_for(call)
-        for _ in range(1 + sum([tensor.dim() for tensor in tensors_in(call)])):
+        for _ in range(1 + sum(map(torch.Tensor.dim, tensors_in(call)))):
             try:
                 result = run(whole, *given)
             except Insists as insists:

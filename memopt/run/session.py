@@ -237,7 +237,7 @@ class Session:
         self.accumulation.allowed = not self.share.begin() or self.options.one_by_one
         self.accumulation.exchange = self.parallel.exchange
         situation = self.share.situation(calls.planner.optimizer_choice, parts)
-        begin = partial(self._begin, calls, call, time.perf_counter())
+        begin = partial(self._begin, calls, time.perf_counter())
         return CallInProgress(call, situation, self.share.moment(call, situation), parts, begin)
 
     def _as_it_fits(self, calls: TrainingCalls, now: CallInProgress) -> Any:
@@ -439,20 +439,20 @@ class Session:
         return calls.plain(*call[0], **call[1])
 
     def _begin(
-        self, calls: TrainingCalls, call: Call, started: float, plan: Plan, situation: Situation, exchanges: int = 0
+        self, calls: TrainingCalls, started: float, now: CallInProgress, plan: Plan, exchanges: int = 0
     ) -> PendingForward:
         """Register a forward that begins to run by a plan, which thereby becomes the latest plan. `started` is when its
         call began, by `time.perf_counter()`. `exchanges` identifies its collectives (`Emitted.exchanges`), which all
         ranks have to run alike."""
         if (plans := sum([kind.road.plans for kind in self.kinds])) != self._plans_logged:
             self._plans_logged = plans
-            self._planned(plan, call, time.perf_counter() - started)
+            self._planned(plan, now.call, time.perf_counter() - started)
         elif plan is not self.status.plan or self.status.state is not State.PLANNED:
-            self._enter(State.PLANNED, planned_in_words(plan, shapes_of(call)), plan)
+            self._enter(State.PLANNED, planned_in_words(plan, shapes_of(now.call)), plan)
         self.sharded.begin(exchanges)
-        forward = self.share.planned(call, situation, plan, self.accumulation)
+        forward = self.share.planned(now, plan, self.accumulation)
         forward.before, forward.free_others = self._safety_net.before, self.share.free_others
-        forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(call), situation)
+        forward.runs_plain_from = partial(calls.plain_calls.runs_from, on_meta(now.call), now.situation)
         return forward
 
     def _note_plain_step(self, calls: TrainingCalls, now: CallInProgress) -> None:

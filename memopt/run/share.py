@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from memopt.compat.fsdp import is_fully_sharded
 from memopt.compat.hooks import with_hooks
 from memopt.compat.modules import Parts, buffers_in, modules_of, parameters_in
 from memopt.compat.operators import tree_leaves
-from memopt.compat.tensors import as_implemented, bytes_by_address, weak_storages
+from memopt.compat.tensors import as_implemented, bytes_by_address, bytes_still_there, weak_storages
 from memopt.emit.emit import sharing_memory
 from memopt.emit.gradients import Accumulation, is_hooked
 from memopt.errors import BudgetError
@@ -30,6 +31,7 @@ from memopt.planning.derived import StepBytes, tangent_bytes
 from memopt.planning.options import Options
 from memopt.planning.plan import Plan
 from memopt.planning.terms import Situation
+from memopt.run.call_in_progress import CallInProgress
 from memopt.run.changed_inputs import watch_plain
 from memopt.run.entry import Entry, WaitingPlain
 from memopt.run.ledger import Ledger, Moment
@@ -151,7 +153,7 @@ class Share:
         """Record that a forward begins; returns the number of others that wait for their backward."""
         release_all()
         UntilBackward.drop()
-        for forward in [one for entry in self.ledger.entries for one in entry.plain_waiting() if one.freed]:
+        for forward in [one for entry in Ledger.of(self.entry).entries for one in entry.plain if one.freed]:
             forward.entry.plain.discard(forward)  # a backward that did not begin at its outputs has freed its graph
         waiting = len(self.entry.all_waiting())
         self.entry.begin(waiting)
@@ -186,10 +188,10 @@ class Share:
         if self.entry.latest is None:
             watch_plain(self.entry, call, tensors)
         if self.entry.fixed_bytes is None and self.parallel.wrapper is None:
-            ledger = self.ledger
+            ledger = Ledger.of(self.entry)
             with as_implemented():
                 differentiated = [tensor for tensor in tensors if tensor.grad_fn is not None]
-                outputs_bytes = distinct_bytes(tensor for tensor in differentiated if tensor.dim())
+                outputs_bytes = distinct_bytes([tensor for tensor in differentiated if tensor.dim()])
                 more = outputs_bytes > self.entry.callers_code.returned_bytes or self.entry.given_bytes is None
                 others, before = self._parameters_of_others(ledger), self._others_there or 0
                 more, self._others_there = more or others > before + self.entry.notable_bytes, max(before, others)
@@ -224,7 +226,8 @@ class Share:
         counted = replace(counted, gradients=gradients)
         later = self._left_later(counted)
         spare = self._spare_bytes(call) if counted.waiting else None
-        kept = 0 if self.entry.fixed_bytes is not None else self.entry.kept_outputs(counted.inputs)
+        searched, device = self.entry.fixed_bytes is None, counted.ledger.device
+        kept = self.entry.kept_outputs(counted.inputs, device) if searched else 0
         return replace(counted, appears=True, later_bytes=later, spare_bytes=spare, kept_outputs=kept)
 
     def others_may_run(self, moment: Moment) -> bool:
@@ -295,33 +298,34 @@ class Share:
     def _counted(self, call: Call, *kind: object) -> Moment:
         """The moment at which a call begins, with the bytes that are counted already: its inputs, the copies by which
         it can be undone, and what waiting forwards hold and returned. `kind` has further parts of `Moment.kind`."""
-        ledger, waiting = self.ledger, self.entry.all_waiting()
+        ledger, own = Ledger.of(self.entry), self.entry.waiting()
+        waiting = [*own, *self.entry.plain]
         others = [other for other in ledger.entries if other is not self.entry]
-        bucket_bytes, buckets = self.parallel.bucket_memory()
+        theirs = [one for other in others for one in other.waiting()]
+        bucket_bytes, buckets = self.parallel.bucket_memory(note="backward" in kind)
         lasting, now = ledger.lasting(self.entry)
         return Moment(
             self.entry,
             ledger,
-            (len(waiting), sum([len(other.waiting()) for other in others]), *kind),
+            (len(waiting), len(theirs), *kind),
             tuple(tensors_in(call)),
             len(waiting),
-            sum([forward.held_bytes for forward in waiting]),
-            sum([other.held_bytes for other in others]),
+            sum(map(_HELD, waiting)),
+            sum(map(_HELD, others)),
             lasting,
-            sum([tensor.nbytes for tensor in now]),
+            sum(map(attrgetter("nbytes"), now)),
             addresses=lambda: ledger.addresses(self.entry),
             bucket_bytes=bucket_bytes,
             buckets=buckets,
-            hidden_bytes=sum([one.hidden_bytes() for entry in ledger.entries for one in entry.waiting()]),
+            hidden_bytes=sum(map(methodcaller("hidden_bytes"), (*own, *theirs))),
         )
 
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
         """The moment at which the backward of a forward begins: which bytes on the device are counted already, in the
         step or in other forwards. `gradients` are those of the outputs, with which the backward begins."""
-        self.parallel.note_buckets()
         counted = self._counted(((), {}), forward.plan.account.gradients_held, "backward")
         waiting = [one for one in self.entry.waiting() if isinstance(one, PendingForward)]
-        present = self._present({forward, *waiting}, gradients)
+        present = self._present({forward, *waiting}, gradients, counted.ledger.device)
 
         def addresses() -> frozenset[int]:
             return counted.addresses() | frozenset(present)
@@ -329,21 +333,23 @@ class Share:
         held = sum(present.values()) + self.entry.plain_held_bytes
         return replace(counted, addresses=addresses, waiting_bytes=held)
 
-    def _present(self, forwards: Iterable[PendingForward], gradients: Iterable[object]) -> dict[int, int]:
-        """The bytes on the device, by address, of the inputs, saved tensors and outputs of forwards, and of the
+    def _present(
+        self, forwards: Iterable[PendingForward], gradients: Iterable[object], device: torch.device
+    ) -> dict[int, int]:
+        """The bytes on a device, by address, of the inputs, saved tensors and outputs of forwards, and of the
         gradients with which a backward begins; without parameters and buffers."""
-        device, modules = self.entry.device, modules_of(self.model)
+        modules = modules_of(self.model)
         own = {id(one): one for one in (*parameters_in(modules), *buffers_in(modules))}
-        values, noted = list(gradients), [one for forward in forwards for one in (*forward.given, *forward.outputs)]
+        values, noted = list(gradients), dict[int, int]()
         for forward in forwards:
             values += forward.held()
-        here = bytes_by_address([one for one in values if id(one) not in own], device)
-        here |= {one.address: one.nbytes for one in noted if one.device == device}
+            noted |= bytes_still_there([one for one in (*forward.given, *forward.outputs) if one.device == device])
+        here = bytes_by_address([one for one in values if id(one) not in own], device) | noted
         lying = bytes_by_address(own.values(), device)
         return {address: nbytes for address, nbytes in here.items() if address and address not in lying}
 
-    def planned(self, call: Call, situation: Situation, plan: Plan, accumulation: Accumulation) -> PendingForward:
-        """Register a forward that begins now and runs by a plan; `accumulation` says how its backward adds gradients.
+    def planned(self, now: CallInProgress, plan: Plan, accumulation: Accumulation) -> PendingForward:
+        """Register the forward of a call that runs by a plan; `accumulation` says how its backward adds gradients.
 
         Raises `BudgetError` where a waiting forward would then have too little room for its backward. What takes the
         room are the gradients that the new forward's backward leaves; for a waiting plain forward, also what the new
@@ -351,28 +357,28 @@ class Share:
         held, waiting, lacking = plan.held_bytes, len(self.entry.all_waiting()), 0
         if waiting:
             wanted = max(held if self.entry.plain_waiting() else 0, self._gradients_left())
-            lacking = wanted - self._room_beside(call)
-        there = replace(self._counted(call), closely=True).elsewhere_beside(plan.account) if lacking > 0 else 0
+            lacking = wanted - self._room_beside(now.call)
+        there = replace(self._counted(now.call), closely=True).elsewhere_beside(plan.account) if lacking > 0 else 0
         if lacking > 0 and lacking > self.entry.state_to_come(plan, self.entry.held_bytes, there):
             alone = plan.smallest_bytes() - plan.account.other_forwards
             works = max(alone + self.entry.held_bytes, self.entry.budget_bytes + lacking + self.entry.notable_bytes)
             elsewhere = f", elsewhere {size(plan.account.elsewhere)}" if plan.account.elsewhere else ""
             reason = f"a second forward before the first one's backward{elsewhere}"
             raise BudgetError(self.entry.budget_bytes, works, reason, least=False)
-        if waiting and situation.for_other_models is not None:
+        if waiting and now.situation.for_other_models is not None:
             self.entry.groups.beside_waiting = held, max(one.held_bytes for one in self.entry.all_waiting())
         forward = PendingForward(
-            situation.hooked,
+            now.situation.hooked,
             accumulation,
             self.backward_moment,
             entry=self.entry,
             plan=plan,
             account=plan.account,
             held_bytes=held,
-            given=tuple(weak_storages(tensors_in(call))),
+            given=tuple(weak_storages(now.moment.inputs)),
         )
         self.entry.add(forward)
-        self.ledger.begins(forward)
+        now.moment.ledger.begins(forward)
         return forward
 
     def explain(self, refused: BudgetError, waiting: int, plain: AsPlain) -> BudgetError:
@@ -459,6 +465,7 @@ def _have_gradients(parameters: Iterable[nn.Parameter]) -> bool:
     return bool([parameter for parameter in parameters if parameter.grad is not None])
 
 
+_HELD = attrgetter("held_bytes")
 _ABOUT = 16
 """The bytes left for other models are kept while the current need differs by less than this part of the budget."""
 _MOST_KINDS = 64

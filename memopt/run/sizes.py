@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -142,11 +143,12 @@ def _input_bytes(
 
 
 Shapes = tuple[Sizes, ...]
+_SHAPE = attrgetter("shape")
 
 
 def tensor_shapes(call: Call) -> Shapes:
     """The shapes of a call's tensors."""
-    return tuple([tuple(tensor.shape) for tensor in tensors_in(call)])
+    return tuple(map(tuple, map(_SHAPE, tensors_in(call))))
 
 
 def cover(larger: Shapes, shapes: Shapes) -> bool:

@@ -16,7 +16,7 @@ from memopt.account.account import distinct_bytes
 from memopt.compat.autograd import backward_starts, graph_until, received_bytes
 from memopt.compat.operators import without_modes
 from memopt.compat.saved_tensors import saved_by
-from memopt.compat.tensors import bytes_by_address, weak_storages
+from memopt.compat.tensors import bytes_by_address, bytes_still_there, weak_storages
 from memopt.device.devices import device_of
 from memopt.errors import BudgetError
 from memopt.meter import PeakMeter
@@ -75,8 +75,7 @@ class UntilBackward:
         cls.drop()
         cls._running = seen = cls(entry, outputs, given, tangent_bytes)
         backward_starts(cls.look)
-        on_host = device_of(entry.device).is_host
-        if on_host and seen._loss_is_outside and PeakMeter.running() is not None:
+        if seen._loss_is_outside and PeakMeter.running() is not None and device_of(entry.device).is_host:
             PeakMeter.listeners.append(seen.read)
             _mark(seen._begin_mark)
 
@@ -122,22 +121,22 @@ class UntilBackward:
         if seen not in [node.metadata[_RETURNED]() for node in ends]:
             return
         backward_starts(None)
-        device = entry.device
-        if device_of(device).is_host:
+        ledger = Ledger.of(entry)
+        if device_of(ledger.device).is_host:
             edges = [edge for node in nodes for edge, _ in node.next_functions]
             leaves = {edge.variable for edge in edges if hasattr(edge, "variable")}
             given = leaves and leaves & set(entry.model.parameters())
             entry.given_bytes = max(entry.given_bytes or 0, distinct_bytes(given) if given else 0)
         if not seen._loss_is_outside:
             return
-        own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], device)
-        counted = own.keys() | {storage.address for storage in (*seen._outputs, *seen._given)}
-        returned = {storage.address: storage.nbytes for storage in seen._outputs}
+        own = bytes_by_address([*entry.model.parameters(), *entry.model.buffers()], ledger.device)
+        returned = bytes_still_there(seen._outputs)
+        counted = (*own, *returned, *bytes_still_there(seen._given))
         freed = max(0, seen._returned_bytes - sum(returned.values()))
-        saved, in_forward, in_backward = held_bytes(roots, nodes, device, counted)
+        saved, in_forward, in_backward = held_bytes(roots, nodes, ledger.device, counted)
         if not seen._seen.metered or seen._begins_with > seen._seen.returned_bytes:
             seen._seen.note(max(in_forward, in_backward - freed), seen._begins_with)
-        _check(entry, saved)
+        _check(ledger, entry, saved)
 
     def read(self, events: Sequence[int]) -> None:
         """Called when the block of a meter ends: record the bytes that the caller's code held at most, from the meter's
@@ -150,10 +149,10 @@ class UntilBackward:
             self._seen.note(max(accumulate(events[begin : end - 2]), default=0), self._begins_with)  # without the mark
 
 
-def _check(entry: Entry, saved_bytes: int) -> None:
+def _check(ledger: Ledger, entry: Entry, saved_bytes: int) -> None:
     """Warn where the caller's operators have saved more since the forward than the budget has left for them, which is
     not known before. Raises `BudgetError` in a model that has not stepped where no plan would leave so much."""
-    waiting = [forward for one in Ledger.of(entry).entries for forward in one.all_waiting()]
+    waiting = [forward for one in ledger.entries for forward in one.all_waiting()]
     if entry.fixed_bytes is not None or len(waiting) != 1:  # the graph may lead through other forwards
         return
     (forward,) = waiting

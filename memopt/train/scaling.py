@@ -152,7 +152,7 @@ def scaler_for(model: nn.Module, autocast: torch.dtype | None) -> torch.amp.Grad
     """A new scaler if the forward computes in fp16, where small gradients would vanish; else None."""
     planned = session_of(model)
     needed = autocast is torch.float16 or (planned is not None and planned.low is torch.float16)
-    return torch.amp.GradScaler(home_device(next(model.parameters())).type) if needed else None
+    return torch.amp.GradScaler(home_device(model).type) if needed else None
 
 
 def check_scaler(scaler: Any) -> None:

@@ -96,7 +96,7 @@ def test_a_forward_begins_in_the_situation_of_its_call(plan: Plan) -> None:
     begun: list[Any] = []
     call = in_progress(123, begun)
     call.begin(plan, exchanges=7)
-    assert begun == [(plan, Situation(), 7)]
+    assert begun == [(call, plan, 7)]
 
 
 def test_nothing_takes_the_place_of_the_optimizers_state_on_a_card(plan: Plan) -> None:

@@ -171,7 +171,7 @@ def test_smaller_outputs_that_the_caller_keeps_hide_no_growth() -> None:
     def beginning() -> Moment:
         entry.latest_outputs = list(weak_storages(held[:1]))
         addresses = frozenset(storage.address for storage in entry.latest_outputs)
-        return moment_of(entry, addresses=lambda: addresses, kept_outputs=entry.kept_outputs(()))
+        return moment_of(entry, addresses=lambda: addresses, kept_outputs=entry.kept_outputs((), entry.device))
 
     assert now(beginning()).other == pytest.approx(MB, abs=100_000)
     held[:] = [torch.zeros(MB // 4), torch.zeros(3 * MB // 4)]
