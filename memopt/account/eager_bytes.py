@@ -18,7 +18,14 @@ import torch
 
 from memopt.compat.fakes import FakeTensor, FakeTensorMode
 from memopt.compat.host import HOST, is_on_host, protected, uncomputed
-from memopt.compat.operators import makes_unknown_bytes, plain_tensors, schema_of, tree_flatten, tree_unflatten
+from memopt.compat.operators import (
+    makes_sparse_gradients,
+    makes_unknown_bytes,
+    plain_tensors,
+    schema_of,
+    tree_flatten,
+    tree_unflatten,
+)
 from memopt.compat.tensors import sizes_within, special_kind, storages_of
 from memopt.compat.true_results import correct_strides, may_differ
 from memopt.device.devices import device_of
@@ -140,6 +147,8 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self._stand_ins, self.most_bytes, self._calls_left = stand_ins, most_bytes, most_calls
         self.left_out = False
         """Whether a kernel ran that makes more bytes than its fake results have."""
+        self.sparse_gradients = False
+        """Whether an operator ran whose gradient is sparse, which fakes do not show."""
         self.kernels: set[str] = set()
         """The names of the operators that ran, as in "aten::add"."""
         self.calls: Counter[OpCall] = Counter()
@@ -153,6 +162,7 @@ class EagerBytes(LiveBytes):  # type: ignore[no-untyped-call]
         if self._calls_left < 0:
             raise ValueIsRead("a loop in the code seems to end only when a tensor has a certain value")
         self.left_out |= makes_unknown_bytes(func)
+        self.sparse_gradients |= makes_sparse_gradients(func, args)
         given = list(tensors_in((args, list(kwargs.values()))))
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(given[0], FakeTensor):
             if not self._stand_ins:
@@ -232,7 +242,7 @@ class RealBytes(EagerBytes):  # type: ignore[no-untyped-call]
             if workspace > room:
                 raise _TooManyBytes
         result = self._run(func, args, kwargs)
-        known = _sizes_of_special(result) <= _sizes_of_special((args, list(kwargs.values())))
+        known = func is _FROM_PARTS or _sizes_of_special(result) <= _sizes_of_special((args, list(kwargs.values())))
         self.depends_on_values |= makes_unknown_bytes(func) or not (known and _BY_VALUES.isdisjoint(func.tags))
         return result
 
@@ -300,6 +310,10 @@ class MetaBytes(EagerBytes):  # type: ignore[no-untyped-call]
             self.kernels.add(schema_of(func).name)
             return args[0]
         return super().run(func, args, kwargs)
+
+
+_FROM_PARTS = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+"""Makes a sparse tensor of given indices and values, such as the gradient of an embedding with `sparse=True`."""
 
 
 class _TooManyBytes(Exception):

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from memopt.account.account import distinct_bytes
 from memopt.account.eager_bytes import (
     EagerBytes,
     RealBytes,
@@ -78,6 +79,9 @@ class PlainStep:
     """The gradients with which its backward begins where the loss is outside of the model; 0 where it is inside."""
     reached: frozenset[int] = frozenset()
     """The `id`s of the parameters that have a gradient after its backward, or would after one from other outputs."""
+    sparse_bytes: int = 0
+    """The bytes by which sparse gradients, such as those of an embedding with `sparse=True`, exceed their parameters:
+    they have a row for each time that a row of the parameter was read."""
     calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
     """How often each kernel runs."""
     graph: Retention = FREED
@@ -175,11 +179,11 @@ def _count_on_fakes(
             count = EagerBytes(card.device_type, home.type, stand_ins=False, most_bytes=most_bytes)
             with mode, failing_on_fakes():
                 step = _counted(count, fakes, tree_leaves((args, kwargs)), lambda: run(*args, **kwargs), graph)
-            if step is None or not count.left_out:
+            if step is None or not (count.left_out or count.sparse_gradients):
                 return step
-            if LEFT_OUT_MARGIN * step.peak_bytes > most_bytes:
+            if count.left_out and LEFT_OUT_MARGIN * step.peak_bytes > most_bytes:
                 return None
-            raise ValueIsRead  # its values tell what such a kernel makes
+            raise ValueIsRead  # its values tell what such kernels make
     except ValueIsRead:
         raise
     except DEPENDS_ON_VALUES:
@@ -295,13 +299,16 @@ def _counted(
                 squares = [one.square().sum() for one in gradients]
             derived, before_last = count.live_bytes if squares else 0, count.peak_bytes
             torch.autograd.backward([*losses, *squares], [*given, *(None for _ in squares)])
+            sparse = [(one, one.grad) for one in own.values() if one.grad is not None and one.grad.is_sparse]
+            excess = sum(max(0, distinct_bytes([gradient]) - one.nbytes) for one, gradient in sparse)
     ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     leaves = set(map(id, leaves_of(ends)))
     reached = [id(one) for one, part in own.items() if id(part) in leaves or part.grad is not None]
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
     found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), graph=graph)
     before: Any = {"forward_bytes": in_forward, "derived_bytes": derived, "before_last_bytes": before_last}
-    return replace(found, **before, tangent_bytes=tangents, calls=count.calls, nodes=nodes, draws=draws)
+    found = replace(found, **before, tangent_bytes=tangents, sparse_bytes=excess)
+    return replace(found, calls=count.calls, nodes=nodes, draws=draws)
 
 
 def _derived(

@@ -124,6 +124,16 @@ def takes_unknown_bytes(operator: Any) -> bool:
     return schema_of(operator).name.removesuffix("_backward") in _OF_LIBRARIES and not makes_unknown_bytes(operator)
 
 
+def makes_sparse_gradients(operator: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator is an embedding with `sparse=True`. Its gradient has a row for each row that was read; on
+    fake tensors it is dense."""
+    schema = schema_of(operator)
+    if schema.name not in ("aten::embedding", "aten::_embedding_bag"):
+        return False
+    at = [argument.name for argument in schema.arguments].index("sparse")
+    return len(args) > at and bool(args[at])
+
+
 _OF_LIBRARIES = frozenset(("aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"))
 
 

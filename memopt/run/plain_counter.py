@@ -222,6 +222,7 @@ class PlainCounter:
         """The bytes that a step needs by its count, with nothing elsewhere, and its account. The counted peak is
         multiplied by `margin` for what the count may miss; None for the usual margin."""
         account = self.account(call, situation, step.reached)
+        account = replace(account, gradients=account.gradients + step.sparse_bytes)
         if situation.buckets is not None and situation.buckets.clone_outputs:
             account = replace(account, output_clones=step.output_bytes)
         margin = self.margin(depends_on_values=step.depends_on_values) if margin is None else margin

@@ -219,10 +219,10 @@ def test_a_step_on_sparse_tensors_that_cannot_be_captured_is_named_about_what_th
 class Bags(nn.Module):
     """Layers on the mean of embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words = nn.Embedding(500, 64)
+        self.words = nn.Embedding(500, 64, sparse=sparse)
         self.head = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
@@ -247,6 +247,31 @@ def test_a_named_budget_has_room_for_the_state_of_optimizers_that_were_not_given
 
     state = 2 * sum(one.nbytes for one in Bags().head.parameters())
     assert named_bytes(further=True) - named_bytes(further=False) >= 0.9 * state
+
+
+def train_sparsely(budget_gb: float | None) -> int:
+    """Train with sparse gradients, which are eight times the embeddings that they are of and stay until the next
+    forward has run; returns the peak in bytes."""
+    gc.collect()
+    model = Bags(sparse=True).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if budget_gb is not None:
+        memopt.optimize(model, budget_gb, precision="fp32", allow={"recompute"}, optimizer=optimizer)
+    with memopt.measure_peak() as peak:
+        for _ in range(3):
+            loss = model(torch.randint(500, (256, 16))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return peak.bytes
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_named_budget_has_room_for_sparse_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMOPT_PLAN", raising=False)
+    plain = train_sparsely(None)
+    budget = named(train_sparsely, 0.5 * plain / GIB)
+    assert train_sparsely(budget) <= budget * GIB <= 1.6 * plain  # gradients may stay
 
 
 class Supervised(nn.Module):
