@@ -57,7 +57,7 @@ SOURCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "polish": ((Search, "polish", lambda self, plan, method=None: None),),
     "local search": ((Search, "explore", lambda self, save_all, seeds, evaluations: None),),
 }
-"""What is put in place of each source, and where, so that it proposes nothing."""
+"""The patches by which each source proposes nothing: owner, attribute, value."""
 
 
 AND = "; "

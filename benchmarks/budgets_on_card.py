@@ -51,7 +51,7 @@ class Row:
     predicted_process_gb: float | None = None
     """The predicted peak of the process, the context and the holes in the allocator's memory included."""
     process_gb: float | None = None
-    """What the process held of the card at most, uncapped: more than the budget if the allocator kept what it could."""
+    """The process's peak on the card, uncapped: more than the budget if the allocator kept what it could."""
     capped_gb: float | None = None
     """`process_gb` while the process was held to the budget."""
     capped_steps: int = 0

@@ -118,7 +118,7 @@ class Frontier:
         }
 
     def record(self) -> dict[str, Any]:
-        """What the result file keeps of a model."""
+        """A model's entry in the result file."""
         return asdict(self) | self.summary() | {"points": [asdict(row) for row in self.shown()]}
 
 

@@ -38,7 +38,7 @@ from memopt.device.op_call import flop_formula
 
 RESULT = Path(__file__).parent / "results" / "fully_shard.json"
 COMMAND = "python -m benchmarks.fully_shard"
-"""What measures all rows, which may have been measured a few at a time."""
+"""The command for all rows, perhaps measured a few at a time."""
 SHARES = (0.1, 0.4, 0.7)
 """Where the budgets lie between the smallest and plain FSDP2's peak."""
 STEPS = 2

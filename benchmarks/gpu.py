@@ -56,7 +56,7 @@ class Run:
     held_gb: float | None = None
     """The part of the peak that is parameters, buffers, optimizer's state and batch."""
     reserved_gb: float | None = None
-    """What torch's allocator took from the card; on the CPU the peak."""
+    """The most that torch's allocator reserved; on the CPU the peak."""
     predicted_gb: float | None = None
     failure: str = ""
 

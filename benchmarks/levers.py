@@ -287,7 +287,7 @@ def short(svg: str) -> str:
 
 
 def record(without: Measured, with_it: Measured) -> dict[str, Any]:
-    """What the result file keeps of both steps."""
+    """Both steps' entries in the result file."""
     kept = {"budget_gb", "peak_bytes", "seconds", "loss"}
     return {
         name: {key: value for key, value in asdict(one).items() if key in kept}

@@ -79,7 +79,7 @@ def timeline(plan: memopt.Plan) -> Figure:
 
 
 def rows(plan: memopt.Plan) -> Figure:
-    """What each row of the account holds at the peak."""
+    """The bytes at the peak by row of the account."""
     figure, axes = blank(8.0, 2.1)
     names = list(dict.fromkeys(name for name, nbytes in (*plan.plain.rows, *plan.planned.rows) if nbytes > GIB / 50))
     for height, breakdown in ((1, plan.plain), (0, plan.planned)):

@@ -51,7 +51,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Saved:
-    """What torch's default partitioner saves of one joint graph."""
+    """A joint graph's saved bytes in torch's default partition."""
 
     bytes: int
     weight_copies: int

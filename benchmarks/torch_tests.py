@@ -118,7 +118,7 @@ REASONS = (
     (r"Cannot access storage of SparseTensorImpl", "sparse gradients, which memopt refuses"),
     (r"Tensor-likes are not close", "a joint graph that writes (`disable_functionalization`): memopt never traces one"),
 )
-"""What the message of a failure says about its reason, for tests that only memopt's partition fails."""
+"""Patterns of failures' messages, each with its reason, for tests that only memopt's partition fails."""
 
 
 def record(file: Path) -> dict[str, Any]:

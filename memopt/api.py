@@ -284,7 +284,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def status(model: nn.Module) -> Status:
-    """What memopt does with the training calls of an optimised model; `str()` of it is one line.
+    """The status of an optimised model's training calls under memopt; `str()` of it is one line.
 
     Its `state` is a `memopt.State`: new, recording, planned, plain (the step fits the budget without a plan),
     checkpointed, unplanned or refused; `reason` says why, and `plan` is the latest plan. Reading the status makes no

@@ -20,11 +20,11 @@ class Way:
     """One change of options or settings that would make a refused step fit, as listed in `BudgetError.ways`."""
 
     type: str
-    """What to type or set, as in the user's code or shell."""
+    """Text to type or set, as in the user's code or shell."""
     peak_bytes: int
     """The smallest budget in bytes that works with the change."""
     changes: str
-    """What else the change does, in words."""
+    """The change's other effects in words."""
     added_seconds: float | None = None
     """The seconds that it adds to a step, negative where it saves some; None where they were not estimated."""
     sentence: str = ""

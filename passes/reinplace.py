@@ -175,7 +175,7 @@ def _runs(graph: Graph) -> list[list[Node]]:
 
 
 class _Memory:
-    """Which blocks of memory the calls of a graph make, read and depend on, and their bytes. Blocks that are there
+    """Memory blocks that the calls of a graph make, read and depend on, and their bytes. Blocks that are there
     before the graph runs are never freed, and not listed. Nor are the elements of tuples that nothing takes out."""
 
     def __init__(self, graph: Graph) -> None:

@@ -38,7 +38,7 @@ class Found:
     reason: str = ""
     """Why it is left alone; empty if it can be rewritten."""
     kind: str = ""
-    """What takes its place, where the pass has several: "gelu", "gelu_tanh" (its approximation) or "silu"."""
+    """The replacement, where the pass has several: "gelu", "gelu_tanh" (its approximation) or "silu"."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason or ' into '.join(filter(None, ('fused', self.kind)))}"

@@ -128,7 +128,7 @@ def test_the_log_has_it_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, clock
 
 
 def test_an_error_passes_and_ends_the_stage(monkeypatch: pytest.MonkeyPatch, clock: Clock, logged: list[str]) -> None:
-    """What failed did not take its time: the error says what happened."""
+    """A failed stage logs no duration: the error says what happened."""
     page = terminal(monkeypatch, interactive=True)
 
     def fail() -> None:

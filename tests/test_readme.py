@@ -129,7 +129,7 @@ def test_the_results_page_is_made_of_the_result_files() -> None:
 
 
 def matrix() -> dict[str, Any]:
-    """What benchmarks/matrix.py defines; tests do not import benchmarks."""
+    """The names in benchmarks/matrix.py; tests do not import benchmarks."""
     return runpy.run_path(str(ROOT / "benchmarks" / "matrix.py"))
 
 

@@ -16,7 +16,7 @@ processes.set_forkserver_preload(["memopt.api", "torch._dynamo", "torch.distribu
 
 
 def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(rank, *arguments)` returns on each rank. It is a function of a module, and its results can be
+    """Results of `function(rank, *arguments)` on each rank. It is a function of a module, and its results can be
     saved."""
     return on_ranks(2, function, *arguments)
 

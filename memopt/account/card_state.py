@@ -23,7 +23,7 @@ from memopt.training_state import CallState
 WINDOW_BYTES = 32 * 1024**2
 """CUDA's driver takes ranges of addresses from the system that begin and end at multiples of this (docs/card.md)."""
 Kind = Literal["free", "given", "gradients", "state", "library", "other"]
-"""What a block holds: nothing; parameters, buffers and inputs of the model; its gradients; the state of its optimizers;
+"""A block's contents: nothing; parameters, buffers and inputs of the model; its gradients; the state of its optimizers;
 a workspace that cuBLAS keeps; all else."""
 
 
@@ -143,7 +143,7 @@ class _Owners:
 
 
 def _owners_of(model: nn.Module, inputs: Iterable[torch.Tensor], device: torch.device) -> _Owners:
-    """Which memory on a device belongs to a model, the inputs of its call, its optimizers, and to any tensor."""
+    """The memory on a device that belongs to a model, the inputs of its call, its optimizers, and any tensor."""
     objects = live_objects(torch.Tensor, torch.optim.Optimizer)
     ids = set(map(id, model.parameters()))
     own = [one for one in objects if isinstance(one, torch.optim.Optimizer) and steps_any(one, ids)]

@@ -330,7 +330,7 @@ class _OptimizerCopy:
         """The optimizer that was copied, and those that it holds."""
         self._copies: dict[int, Any] = dict(fakes)
         self._seen: list[object] = []
-        """What was copied, which must not die while its `id` is known."""
+        """Values and copies that must live while their `id` is known."""
         self._home, self._addresses = device.type, set[int]()
 
     def of(self, optimizer: Optimizer) -> Optimizer:

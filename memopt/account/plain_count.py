@@ -85,7 +85,7 @@ class PlainStep:
     calls: Mapping[OpCall, int] = field(default_factory=dict, compare=False, repr=False)
     """How often each kernel runs."""
     graph: Retention = FREED
-    """How much of the autograd graph the backward passes of the step, all but the last, keep in memory."""
+    """The part of the autograd graph that the step's backward passes, all but the last, keep in memory."""
     derived_bytes: int = 0
     """Held when the last backward begins, where gradients have a graph of their own (`Retention.derived`); else 0."""
     before_last_bytes: int = 0

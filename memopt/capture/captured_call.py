@@ -54,7 +54,7 @@ class EagerCodeBytes:
 
 @dataclass(frozen=True)
 class Passed:
-    """Which tensors of one run of a region come from or go to other code (eager code, other regions): outputs and
+    """The tensors of a region's run that come from or go to other code (eager code, other regions): outputs and
     gradients of inputs, if they are freed before the step ends, and inputs that are outputs of an earlier region."""
 
     outputs: frozenset[int] = frozenset()
@@ -69,7 +69,7 @@ class Passed:
     """Number of an input that lies in the memory of an earlier run's output → that run and the output's position."""
 
     def __and__(self, other: Passed) -> Passed:
-        """What holds in both of two captures. References to other runs by number are dropped, as the numbers may
+        """The part common to both captures. References to other runs by number are dropped, as the numbers may
         differ: outputs then count as held until the region's backward begins."""
         return Passed(self.outputs & other.outputs, self.gradients & other.gradients)
 

@@ -317,7 +317,7 @@ class _InductorTrace:
     forward_outputs: int
     """The number of outputs of the forward, which come first among the outputs of the joint graph."""
     inputs: InputUse
-    """Which of its inputs the region writes to, and which it only reads."""
+    """The inputs that the region writes to, and those it only reads."""
 
 
 def trace_by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> _InductorTrace:
@@ -403,7 +403,7 @@ class RegionTrace:
     aot: AotTrace | None = field(default=None, repr=False)
     """AOTAutograd's trace for the "aten" backend; inductor traces again when it compiles."""
     inputs: InputUse = field(default_factory=InputUse)
-    """Which of its inputs the region writes to, and which it only reads."""
+    """The inputs that the region writes to, and those it only reads."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -473,7 +473,7 @@ def differentiate(
 def _blocks_once(
     trace: Callable[[fx.GraphModule, Sequence[Any]], _Trace], module: fx.GraphModule, region: RecordedRegion
 ) -> _Trace:
-    """What `trace` returns for a region's module and inputs, with each kind of block traced once."""
+    """The result of `trace` for a region's module and inputs, each kind of block traced once."""
     inputs = region.inputs
     if region.wrapped or not region.differentiable:
         return trace(module, inputs)

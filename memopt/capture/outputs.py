@@ -135,8 +135,8 @@ class DeferredOutputs:
 
     @property
     def released(self) -> frozenset[int]:
-        """Which values returned in place of outputs are freed when the backward begins, by position among the region's
-        results. Outputs that are first read after that are computed by a second run of the forward."""
+        """The positions among the region's results of values returned in place of outputs and freed when the backward
+        begins. Outputs that are first read after that are computed by a second run of the forward."""
         needed = {group.head.taken for group in self.groups if group.head and not group.forward}
         first = len(self.returned)
         return frozenset(first + number for number, node in enumerate(self.taken) if node not in needed)

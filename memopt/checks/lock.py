@@ -96,7 +96,7 @@ class _Culprit:
     source: str
     code: str
     grown: str
-    """How much more the line makes than before, in words."""
+    """The line's growth since the lock, in words."""
 
     def __str__(self) -> str:
         where = self.modules[0] or "(model)"
@@ -130,7 +130,7 @@ class LockCheck:
         return getattr(self.now, figure) - getattr(self.locked, figure)
 
     def _whole(self, figure: str) -> float:
-        """What the growth of a figure is measured against."""
+        """The reference value for the growth of a figure."""
         return self.locked.seconds if figure == "added" else getattr(self.locked, figure)
 
     @property

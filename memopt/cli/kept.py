@@ -47,11 +47,11 @@ class _Planned:
     nodes: str
     """The nodes of the `told_graph` with their attributes, and its edges, as JSON."""
     prepared: Prepared | None = field(default=None, metadata=LIVE)
-    """What the plan is made from."""
+    """The plan's prepared job."""
 
     @classmethod
     def of(cls, plan: Plan) -> _Planned:
-        """What is kept of a plan that was made in this process."""
+        """The kept form of a plan made in this process."""
         graph, diff = told_graph(plan), plan.diff()
         edges = [(read, name) for name in graph for read in graph.predecessors(name)]  # in the order of the operands
         nodes = json.dumps((list(graph.nodes(data=True)), edges))

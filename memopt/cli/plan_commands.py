@@ -110,7 +110,7 @@ def _explain_file(job: Job, op: str | None) -> bool:
 
 
 def _explained(plan: Plan, graph: DiGraph) -> list[RenderableType]:
-    """What `memopt explain` prints of a plan."""
+    """A plan as `memopt explain` prints it."""
     from memopt.show.op_story import values_table
     from memopt.show.report import bytes_table, headline, receipt_table
     from memopt.units import size

@@ -107,7 +107,7 @@ def _holder(module: str) -> ModuleType | ctypes.CDLL | None:
 
 
 def _fault(declared: Private) -> str | None:
-    """What is wrong with a name: that it is absent, or how it cannot be called; None if it is as it was tested."""
+    """The fault of a name: that it is absent, or how it cannot be called; None if it is as it was tested."""
     if not declared.since <= _version() <= declared.until:
         return None
     found: Any = _holder(declared.module)
@@ -136,7 +136,7 @@ def _set_by(owner: type) -> frozenset[str]:
 
 
 def _not_called(function: Any, call: str | None) -> str | None:
-    """What is wrong with a call of a function, in words; None if it can be called so. `call` lists the arguments by
+    """The fault in a call of a function, in words; None if it can be called so. `call` lists the arguments by
     position, and keywords as `name=`."""
     if call is None:
         return None

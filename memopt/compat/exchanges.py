@@ -250,7 +250,7 @@ def first_microbatch(schedule: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _actions(schedule: Any) -> list[tuple[int, str]]:
-    """What this rank computes in a step, in order: the index of the stage and the kind, such as "F" or "B"."""
+    """This rank's actions in a step, in order: the index of the stage and the kind, such as "F" or "B"."""
     order = schedule.pipeline_order[stages_of(schedule)[0].group_rank]
     parts = (part for action in order if action is not None for part in action.sub_actions or (action,))
     return [(part.stage_index, part.computation_type.value) for part in parts]

@@ -57,7 +57,7 @@ class JointGraphTraced(Exception):
 
 @dataclass(frozen=True)
 class InputUse:
-    """Which of its inputs a region writes to, and which it only reads, as AOTAutograd found it."""
+    """The inputs that a region writes to, and those it only reads, as AOTAutograd found them."""
 
     overwritten: frozenset[int] = frozenset()
     """The positions of the region's inputs to which AOTAutograd writes after the forward: inputs that require
@@ -108,7 +108,7 @@ class AotTrace:
 
     @cached_property
     def inputs(self) -> InputUse:
-        """Which of its inputs the region writes to, and which it only reads."""
+        """The inputs that the region writes to, and those it only reads."""
         return InputUse.of(self.state)
 
     @property

@@ -89,7 +89,7 @@ def library_run(call: OpCall, chip: Chip) -> OpDryRun | None:
 
 @lru_cache(maxsize=2**12)
 def _seen(call: OpCall, device: torch.device, settings: tuple[bool, ...]) -> OpDryRun | None:
-    """What a run of the call allocates, None where it fails; `settings` are cuDNN's flags, by which it chooses."""
+    """The call's allocations in a run, None where it fails; `settings` are cuDNN's flags, by which it chooses."""
     events = in_own_thread(_events, call, device)
     torch.cuda.empty_cache()
     return None if events is None else from_events(events, [spec.bytes for spec in call.outputs])

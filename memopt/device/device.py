@@ -40,7 +40,7 @@ class Device:
     sums_in_16_bits: frozenset[str] = frozenset()
     """Operators whose kernels, or those of their backward, sum over many rows in 16 bits where their input has them."""
     backend: Literal["aten", "inductor"] = "aten"
-    """What the option `backend="auto"` means there."""
+    """The meaning of `backend="auto"` there."""
 
     def cards(self) -> Mapping[str, Hardware]:
         """The known cards of this kind with their rates, by name."""

@@ -14,7 +14,7 @@ from memopt.planning.options import StepOptions
 
 
 def prepare(accelerator: Accelerator, *objects: Any, budget_gb: float, **options: Unpack[StepOptions]) -> Any:
-    """What `accelerator.prepare(*objects)` returns, with the training calls of the model among them planned within a
+    """Return `accelerator.prepare(*objects)`, with the training calls of the model among them planned within a
     budget.
 
     Args:

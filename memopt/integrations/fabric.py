@@ -14,7 +14,7 @@ from memopt.planning.options import StepOptions
 
 
 def setup(fabric: Fabric, model: nn.Module, *optimizers: Any, budget_gb: float, **options: Unpack[StepOptions]) -> Any:
-    """What `fabric.setup(model, *optimizers)` returns, with the model's training calls planned within a budget.
+    """Return `fabric.setup(model, *optimizers)`, with the model's training calls planned within a budget.
 
     Args:
         budget_gb: GB of 1024³ bytes for everything that the step holds on the device.

@@ -42,7 +42,7 @@ class GraphChange:
     needs_low: bool = False
     """Whether the lever works only in a step in 16 bits."""
     exclusive: str = ""
-    """What only one lever may do: levers with the same text exclude each other. It ends the sentence "allow names … and
+    """An exclusive action: levers with the same text exclude each other. It ends the sentence "allow names … and
     …, which …" of the error; empty for a lever that excludes no other."""
 
 
@@ -87,7 +87,7 @@ class Lever:
     option: str = "allow"
     """The option of `optimize` by which users choose it."""
     tried_by: str = "the search"
-    """What tries the lever, in words for users. "the search" adds levers with a `graph` one after the other, and those
+    """The stage that tries it, named for users. "the search" adds levers with a `graph` one after the other, and those
     with an `optimizer` where nothing else fits; other levers are decided elsewhere, such as by the solver."""
     graph: GraphChange | None = None
     optimizer: OptimizerChange | None = None

@@ -96,7 +96,7 @@ OPTIMIZER_IN_BACKWARD = Lever(
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What the bytes and seconds of training with levers on the optimizer depend on: parameters, optimizer and
+    """Facts behind the bytes and seconds of training with levers on the optimizer: parameters, optimizer and
     hardware. Parameters may be on "meta"."""
 
     parameters: tuple[torch.Tensor, ...]
@@ -355,7 +355,7 @@ class PricedLevers:
 
     @property
     def effect(self) -> str:
-        """What the levers change besides memory and time, and how exact that is, as text for users."""
+        """The levers' effects besides memory and time, and how exact they are, as text for users."""
         changed = "; ".join(f"{change.changes}; {change.exactness}" for change in changes_of(self.levers))
         return f"{changed}; {size(self.host_bytes)} on the host" if self.host_bytes else changed
 

@@ -28,7 +28,7 @@ Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Stepping:
-    """What it takes to step parameters one by one within the backward of a region: the temporary bytes of each step,
+    """The cost of stepping parameters one by one within the backward of a region: the temporary bytes of each step,
     and which parameters are stepped at the end only."""
 
     temporaries: tuple[tuple[Kind, int], ...]

@@ -57,7 +57,7 @@ _NOT_FUSED = (
 
 @dataclass
 class OptimizerChoice:
-    """Which levers on the optimizer one model on one device can use, and those that were chosen."""
+    """The levers on the optimizer that one model on one device can use, and those chosen."""
 
     terms: ModelTerms
     chosen: PricedLevers | None = None
@@ -231,7 +231,7 @@ class CallAccounts:
         self.unforeseen_bytes = 0
         """The bytes that plans leave free since an allocation failed in a planned step."""
         self._card_state: CardState | None = None
-        """What torch's allocator held when the current planning began, where `_card_state_now` tells; else None."""
+        """The result of `_card_state_now` when the current planning began; None outside of planning."""
         self._counted: dict[tuple[str, tuple[int, ...]], OptimizerAccount] | None = None
         """The optimizer's memory by device type and the `id`s of its parameters; None outside of planning."""
 
@@ -335,7 +335,7 @@ class CallAccounts:
         return counted[key]
 
     def _card_state_now(self, call: Call) -> CardState | None:
-        """What torch's caching allocator holds now; None for a device without one, and with `elsewhere_gb`."""
+        """The state of torch's caching allocator; None for a device without one, and with `elsewhere_gb`."""
         device = self.terms.device()
         if self.beside.fixed_bytes is not None or not device_of(device).caching:
             return None

@@ -52,7 +52,7 @@ class Change:
     number: int = 0
     """Position among the calls of the same operator by the same line in the same module, for comparing blocks."""
     detail: str = ""
-    """What the change is, beyond its kind: the dtypes, or the operators that it replaces; part of `meaning`."""
+    """Details of a change beyond its kind: the dtypes, or the operators that it replaces; part of `meaning`."""
     reason: str = ""
     readers: tuple[str, ...] = ()
     """Operators in whose backward a recomputed or fetched value is first read."""
@@ -73,7 +73,7 @@ class Change:
 
     @property
     def meaning(self) -> tuple[object, ...]:
-        """What identifies the change: equal in two plans for the same change of the same operator."""
+        """The key of the change: equal in two plans for the same change of the same operator."""
         return self.kind, self.module, self.operator, self.code, self.number, self.detail, self.times, self.region
 
 
@@ -131,7 +131,7 @@ def _innermost(trace: str) -> str:
 
 
 _IN_WORDS = {SumInFp32.__name__: "the kernel sums in fp32 anyway"}
-"""What a pass that belongs to no lever does, in words for `PlanDiff`, by the name of the pass."""
+"""The words of `PlanDiff` for passes that belong to no lever, by the name of the pass."""
 _CLEAN_UP = frozenset({"EliminateDeadCode", "MergeCasts"})
 _OUR_CASTS = frozenset({"memopt.fp8_quantize", "memopt.fp8_dequantize"})
 _NO_MEANING = frozenset({"detach", "detach_", "alias", "lift_fresh_copy"})

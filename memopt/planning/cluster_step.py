@@ -48,7 +48,7 @@ class ClusterStep:
 
     @property
     def bound(self) -> str:
-        """What bounds the largest part of the step's seconds: the first name in `bounds`."""
+        """The largest bottleneck of the step's seconds: the first name in `bounds`."""
         return self.bounds[0][0]
 
 
@@ -157,7 +157,7 @@ def _group_times(joined: Joined, schedule: Schedule, step: PricedStep, sharding:
 
 
 def _bounds_of_nodes(step: PricedStep) -> dict[str, str]:
-    """What bounds each node of the only region, by its name; nodes that are left out are bound by memory."""
+    """Each node's bottleneck in the only region, by name; nodes that are left out are bound by memory."""
     (region,) = step.traced.regions
     found: dict[str, str] = {}
     for node in region.held_nodes:

@@ -169,7 +169,7 @@ def _file_digest(file: Path) -> str:
 
 
 def _value(value: Any) -> Any:
-    """What a key has of a value: of a tensor its layout and kind, "a mesh" for a device mesh, else the value itself."""
+    """A value in a key: of a tensor its layout and kind, "a mesh" for a device mesh, else the value itself."""
     if not isinstance(value, torch.Tensor):
         return "a mesh" if is_opaque(value) else value
     kind = (tuple(value.shape), value.stride(), value.dtype, value.device.type)
@@ -198,7 +198,7 @@ def _parts_of_own(levers: Sequence[Lever]) -> list[object]:
 
 
 def _own(extension: object) -> tuple[str, str, str, str]:
-    """What a key has of a pass, a solver or a part of a lever of the user's: its `repr`, module, class and source."""
+    """The user's pass, solver or part of a lever in a key: its `repr`, module, class and source."""
     kind = type(extension)
     return repr(extension), kind.__module__, kind.__qualname__, _source(kind)
 
@@ -227,7 +227,7 @@ def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def terms_of(model: nn.Module, options: Options, loss_fn: Callable[..., Any] | None) -> Mapping[str, str]:
-    """What plans depend on, as text by name (options, versions, parts of the source code), for messages that say what
+    """Facts that plans depend on, as text by name (options, versions, parts of the code), for messages that say what
     differs between ranks. Code is represented by the first digits of a hash."""
     shapes = [(name, tuple(value.shape), value.dtype, value.requires_grad) for name, value in model.named_parameters()]
     return {

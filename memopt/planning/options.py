@@ -36,7 +36,7 @@ from passes import Pass
 
 Backend: TypeAlias = Literal["auto", "aten", "inductor"]
 Outputs: TypeAlias = Literal["loss", "all", "loss_only"]
-"""Which outputs are differentiated and held; "loss_only" is an older name of "loss"."""
+"""The outputs to differentiate and hold; "loss_only" is an older name of "loss"."""
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 """The values of `backend`: "auto" is inductor on CUDA, plain operators elsewhere and with "offload_parameters"."""
 OUTPUTS: tuple[Outputs, ...] = get_args(Outputs)
@@ -263,7 +263,7 @@ class _ClusterOptions:
         return copied if cards == 1 else part_of_one_card(copied, cards, styles_of(model, cards, self.tp_plan))
 
     def notes(self) -> tuple[str, ...]:
-        """What a plan for a cluster assumes, in sentences."""
+        """A cluster plan's assumptions, in sentences."""
         mesh, joined = self.cluster.mesh, self.cluster.interconnect
         dtype = str(self.dtype).removeprefix("torch.")
         links = [joined.within] + ([joined.between] if joined.between else [])

@@ -124,7 +124,7 @@ def _passes_diff(captured: TracedStep, stage: str, *, order: bool) -> StageDiff:
 
 @dataclass(frozen=True, repr=False)
 class PlanDiff:
-    """What a plan changes in its captured step, operator by operator; or the changes that only one of two plans makes.
+    """A plan's changes to its captured step, operator by operator; or the changes that only one of two plans makes.
     `str` shows them by module, with like changes of several blocks on one line; rich prints them in colours."""
 
     title: str

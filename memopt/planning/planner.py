@@ -27,7 +27,7 @@ _NEXT = 256
 
 @dataclass(frozen=True)
 class Request:
-    """What a schedule is searched for: the account and the budget of the step, and the effort of the search."""
+    """The terms of the search for a schedule: the account and the budget of the step, and the effort."""
 
     account: Account
     budget_bytes: int

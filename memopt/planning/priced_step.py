@@ -41,7 +41,7 @@ _MOST_PRICED = 32
 
 @dataclass(frozen=True)
 class PriceSettings:
-    """What bytes and seconds of operators depend on: the hardware, and what may be recomputed or moved."""
+    """The settings for operators' bytes and seconds: the hardware, and what may be recomputed or moved."""
 
     hardware: Hardware = field(hash=False)
     timed: bool = False
@@ -341,7 +341,7 @@ def _inputs(traced: TracedStep, *, as_seen: bool) -> tuple[tuple[int, ...], tupl
 
 
 def _exchanged(traced: TracedStep, number: int) -> dict[str, Any]:
-    """What one of several regions exchanges with other code, as fields of `GraphUse`; none for the only region."""
+    """The exchanges of a region with other code, as fields of `GraphUse`; none for the only region."""
     if not traced.passed:
         return {}
     region, passed = traced.regions[number], traced.passed[number]

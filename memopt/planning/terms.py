@@ -75,7 +75,7 @@ class Situation:
 
 @dataclass(frozen=True, eq=False)
 class ModelTerms:
-    """What all plans of a model depend on, derived from the user's options."""
+    """Facts behind all plans of a model, derived from the user's options."""
 
     model: nn.Module
     options: Options

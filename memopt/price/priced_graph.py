@@ -17,7 +17,7 @@ from passes.graphs.node_facts import graph_results, is_tangent
 
 
 class MemoryUses:
-    """Which nodes of a joint graph read which storages; nodes that no schedule names, such as views, are included."""
+    """The readers of each storage of a joint graph; nodes that no schedule names, such as views, are included."""
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
         self.storages, self.readers = storages, storages.readers

@@ -43,7 +43,7 @@ class OpPrice:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     operands: tuple[Saved, ...] = ()
-    """What is saved of each operand, in the order of `operands(node)`."""
+    """The way each operand is saved, in the order of `operands(node)`."""
     result: Saved = Saved.NOTHING
     inner_bytes: int = 0
     """Bytes that are saved besides operands and result: statistics of rows, masks, log-probabilities."""

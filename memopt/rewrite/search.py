@@ -228,7 +228,7 @@ def _keeps_size(node: fx.Node) -> bool:
 
 
 class _Amounts(NamedTuple):
-    """What a choice of dtypes costs, for one call or copy or as the sum over several: seconds of the step, bytes saved
+    """The cost of a choice of dtypes, for one call or copy or the sum over several: seconds of the step, bytes saved
     for the backward, and the error in squared unit roundoffs."""
 
     seconds: float = 0.0
@@ -319,7 +319,7 @@ class _LabelTerms:
 
 @dataclass(frozen=True)
 class _Influence:
-    """How much the rounding of each value moves the gradients, as weights between 0 and 1: rounding to a unit roundoff
+    """The effect of each value's rounding on the gradients, as weights between 0 and 1: rounding to a unit roundoff
     u moves them by about u·√weight, relative to their size."""
 
     of: Mapping[fx.Node, float]

@@ -27,7 +27,7 @@ class CallInProgress:
     situation: Situation
     """The situation of the call, without the forwards that wait and the bytes elsewhere, which `moment` has."""
     moment: Moment
-    """What else is on the device: forwards that wait for their backward, and bytes elsewhere."""
+    """The forwards that wait for their backward, and the bytes elsewhere, on the device."""
     parts: Parts
     """The model's modules and tensors when the call began."""
     begin_forward: Callable[[CallInProgress, Plan, int], PendingForward]

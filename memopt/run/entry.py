@@ -123,7 +123,7 @@ class WaitingPlain(Waiting):
 
 @dataclass
 class CallersCode:
-    """What the caller's own code was seen to hold between forwards of a model and their backwards."""
+    """Bytes that the caller's own code was seen to hold between a model's forwards and backwards."""
 
     meanwhile: int | None = None
     """The most bytes, including the gradients of the outputs; None where that was not seen."""
@@ -140,7 +140,7 @@ class CallersCode:
 
 @dataclass(eq=False)
 class Entry:
-    """What the `Ledger` of a device knows of one optimised model: its forwards that wait for their backward, which are
+    """The record of one optimised model in a device's `Ledger`: its forwards that wait for their backward, which are
     removed when they are freed, and what was found on the device outside of its steps."""
 
     model: nn.Module
@@ -176,7 +176,7 @@ class Entry:
     None before the first backward. On the host no search finds them: autograd keeps them until the model's backward has
     computed the others."""
     _callers_code: dict[bool, CallersCode] = field(default_factory=lambda: {False: CallersCode(), True: CallersCode()})
-    """What the caller's own code holds between a forward and its backward, by whether parameters of the model were
+    """The `CallersCode` between a forward and its backward, by whether parameters of the model were
     trained: a discriminator is called in other code while it is frozen."""
     differentiated: bool = False
     """Whether gradients of one of its forwards were differentiated in turn (`create_graph=True`)."""
@@ -191,7 +191,7 @@ class Entry:
     """The numbers of autograd nodes of forwards whose values or random numbers may choose which operators run: of those
     that were counted, and of those that ran more."""
     graph: Retention = FREED
-    """What backwards were seen to keep of their graphs at most (`retain_graph`), for which plain steps are counted."""
+    """The most that backwards were seen to keep of graphs (`retain_graph`), for which plain steps are counted."""
     seen_until_backward: int = 0
     """How many backwards through one forward were seen: the device was searched when each began, for tensors that
     appeared since the forward."""
@@ -200,7 +200,7 @@ class Entry:
     latest: weakref.ref[WaitingPlanned] | None = None
     """The planned forward that began last; None before the first."""
     found: Elsewhere = field(default_factory=Elsewhere)
-    """What the latest search at any moment found."""
+    """The latest search's result, at any moment."""
     most_elsewhere: int = 0
     """The most bytes elsewhere that a search found when a forward began."""
     looks: LruCache[object, LatestLooks] = field(default_factory=lambda: LruCache(_MOST_KINDS))
@@ -281,7 +281,7 @@ class Entry:
 
     @property
     def callers_code(self) -> CallersCode:
-        """What was seen of the caller's own code around calls of the model as it is now, trained or frozen."""
+        """The `CallersCode` around calls of the model as it is now, trained or frozen."""
         return self._callers_code[any(map(attrgetter("requires_grad"), self.model.parameters()))]
 
     @cached_property

@@ -456,7 +456,7 @@ class Ledger(ModelsOnDevice):
         return found
 
     def _found(self, moment: Moment) -> Elsewhere:
-        """What a search of the device finds at this moment."""
+        """The result of a search of the device at `moment`."""
         entry, kind = moment.entry, self._kind
         found = elsewhere.look(
             entry.model,

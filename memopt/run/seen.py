@@ -21,11 +21,11 @@ REMEMBERED = 16
 
 @dataclass
 class LatestLooks:
-    """What was found in the latest searches of the device for tensors outside of the step, at moments of one
+    """The results of the latest searches of the device for tensors outside of the step, at moments of one
     `Moment.kind`: all before a forward or all before a backward, with equally many forwards waiting."""
 
     found: Elsewhere
-    """What the latest search found."""
+    """The latest search's result."""
     levels: deque[tuple[int, int]]
     """For each search: the bytes allocated less those that memopt accounts for (`Moment.known_bytes`), and how many of
     these the search did not find elsewhere."""
@@ -116,7 +116,7 @@ AsPlain: TypeAlias = Callable[[int], Alone | None]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which other models held memory at one moment while a forward waited for its backward, or in that backward. Each
+    """Other models that held memory at one moment while a forward waited for its backward, or in that backward. Each
     is given by its `Entry` in the ledger: `waiting` has one for each forward that waited, in the order in which they
     began; `runs` is that of the model whose forward or backward was running."""
 

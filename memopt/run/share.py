@@ -43,7 +43,7 @@ from memopt.units import size
 
 
 class Share:
-    """What one optimised model reports to the `Ledger` of its device, and reads from there: the ledger counts the bytes
+    """One optimised model's access to the `Ledger` of its device, to report and to read: the ledger counts the bytes
     outside of the steps of all optimised models.
 
     With `Options.one_by_one` each backward is that of a single forward, even while several wait. All forwards then run

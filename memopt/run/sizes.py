@@ -98,7 +98,7 @@ def captured_for(region: RecordedRegion, ceiling: Sizes, inputs: Sequence[Any], 
 
 
 def insisted(region: RecordedRegion, inputs: Sequence[Any], call: Call, marked: Collection[Place]) -> dict[Place, str]:
-    """Which of the dimensions `marked` are constants in the region although Dynamo was to make symbols of their sizes;
+    """The dimensions in `marked` that are constants in the region although Dynamo was to make symbols of their sizes;
     each with the line of the model that needs a constant. Dimensions are those of the call's tensors."""
     numbers = tensor_numbers(call)
     found: dict[Place, str] = {}

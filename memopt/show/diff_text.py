@@ -92,7 +92,7 @@ def _lines(
 
 
 def module_of(row: Row) -> str:
-    """What a row shows as its module: the path within the block in a section of blocks, else the whole path."""
+    """The module as a row shows it: the path within the block in a section of blocks, else the whole path."""
     return row.inner or "(block)" if "*" in row.section else row.section or "(model)"
 
 

@@ -115,7 +115,7 @@ def place(
 
 @dataclass
 class _Room:
-    """What is already drawn in the frame of a picture, and where a label still has room, in pixels."""
+    """The drawn parts of a picture's frame, and the room left for labels, in pixels."""
 
     inside: Box
     points: Sequence[Point]

@@ -37,7 +37,7 @@ _PAGE = 2 * 1024**2
 _CATEGORIES = frozenset({"parameters", "optimizer state", "gradients", "buffers", "inputs"})
 """Rows of the account that are categories in a snapshot; all others are "unknown", which the visualiser expects."""
 _NOTHING: dict[str, Any] = {"size": 0, "frames": []}
-"""What holds a free block."""
+"""A free block's owner."""
 _LEFT_OUT = frozenset({"input", "alias"})
 _ESCAPED = str.maketrans({char: f"\\{char}" for char in '\\"{}|<>'})
 

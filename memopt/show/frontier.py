@@ -34,7 +34,7 @@ def render(frontier: Frontier, width: int = 110) -> str:
 
 
 def parts(frontier: Frontier) -> list[RenderableType]:
-    """What `render` shows, as sentences and rich tables."""
+    """The sentences and rich tables that `render` shows."""
     notes = (f"note: {note}" for note in frontier.notes)
     return [_headline(frontier), _curve_table(frontier), _recipe_table(frontier), *notes]
 

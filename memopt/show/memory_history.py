@@ -80,7 +80,7 @@ class _MemoryHistory:
     peak_bytes: int
     """The most bytes in use at once while events were recorded."""
     held: tuple[_HeldBlock, ...]
-    """What was in use at that peak, the most bytes first."""
+    """Blocks in use at that peak, the most bytes first."""
     gaps_bytes: int = 0
     """Bytes that were reserved at the peak and not in use."""
     missing_bytes: int | None = None

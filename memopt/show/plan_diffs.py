@@ -29,7 +29,7 @@ from passes import diff_graphs
 
 
 def plan_diff(plan: Plan, step: PricedStep, *, order: bool) -> PlanDiff:
-    """What a plan changes in the captured `step` (`Plan.diff`); with `order`, also operators that only moved."""
+    """A plan's changes to the captured `step` (`Plan.diff`); with `order`, also operators that only moved."""
     changes = [*pass_changes(step.traced), *schedule_changes(step.traced, step.problem, plan.regions, order=order)]
     for path, nbytes in plan.kept:
         reason = "so that the backward need not gather them again"

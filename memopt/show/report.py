@@ -54,7 +54,7 @@ def brief(plan: Plan, width: int = 110) -> str:
 
 
 def parts(plan: Plan, width: int = 110) -> list[RenderableType]:
-    """What `render` shows in `width` columns, as sentences and rich tables."""
+    """The sentences and rich tables that `render` shows in `width` columns."""
     return [*_tables(plan, width), *(f"note: {note}" for note in plan.notes)]
 
 

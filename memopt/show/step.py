@@ -56,7 +56,7 @@ class _StepOp:
     module: str
     """Path of the module that called it, or whose call it differentiates; "" outside of submodules."""
     fate: str
-    """What happens to its result: one of the fates of `Plan.networkx`."""
+    """The fate of its result: one of those of `Plan.networkx`."""
     value: str = ""
     """Dtype and shape of its result: "bf16[4, 512]"."""
     source: str = ""

@@ -47,7 +47,7 @@ class _Verdict:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a call of `TrainStep` returns. Its tensors are 0-dimensional, detached and on the model's device; `float(…)`
+    """The result of one `TrainStep` call. Its tensors are 0-dimensional, detached and on the model's device; `float(…)`
     of one waits until the device has computed it."""
 
     loss: torch.Tensor

@@ -120,7 +120,7 @@ class _Search:
         self.loose: set[Node] = set()
         """The values that may have other bits when they are computed again."""
         self.gradients: set[Node] = set()
-        """What depends on the gradients of the outputs."""
+        """Nodes that depend on the outputs' gradients."""
 
     def run(self) -> frozenset[Node]:
         for node in self.graph.nodes:

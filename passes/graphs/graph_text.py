@@ -49,7 +49,7 @@ def _format_call(node: Node, name_of: Callable[[Node], str]) -> str:
 
 
 def format_target(target: Any) -> str:
-    """What a call calls: `aten.addmm`, `aten.add.Tensor`, `operator.mul`, `run_and_save_rng_state`."""
+    """A call's target: `aten.addmm`, `aten.add.Tensor`, `operator.mul`, `run_and_save_rng_state`."""
     if isinstance(target, OPERATOR_OVERLOAD):
         return str(target).removesuffix(".default")
     name = str(getattr(target, "__name__", target))

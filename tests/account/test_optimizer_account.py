@@ -66,7 +66,7 @@ class Lion(optim.Optimizer):
 
 
 MATRICES = tuple(shape for shape in SHAPES if len(shape) == 2)
-"""What Muon takes."""
+"""Shapes for Muon."""
 
 EXACT: dict[str, Callable[..., optim.Optimizer]] = {
     "adamw": optim.AdamW,

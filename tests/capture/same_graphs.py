@@ -17,7 +17,7 @@ _NOT_COMPARED = {"ac_graph_id", "from_node", "val"}
 
 
 def differences(one: fx.GraphModule, other: fx.GraphModule) -> Iterator[str]:
-    """What differs between two graphs: nodes in order, with names, arguments, values, memory and all that is stored."""
+    """Differences between two graphs: nodes in order, with names, arguments, values, memory and all that is stored."""
     nodes, others = list(one.graph.nodes), list(other.graph.nodes)
     if len(nodes) != len(others):
         yield f"{len(nodes)} and {len(others)} nodes"

@@ -300,7 +300,7 @@ def read_late() -> Made:
 
 
 class ReadLate(Blocks):
-    """What each block makes is read after the last one, too."""
+    """Blocks whose results are read after the last one, too."""
 
     def __init__(self) -> None:
         super().__init__(*(Block() for _ in range(8)))

@@ -16,7 +16,7 @@ from tests.card.card import MB
 aten = torch.ops.aten
 CONVOLUTION = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)
 UNSPLIT = MB
-"""What the allocator may hand out beyond a request."""
+"""The most that the allocator adds to a request."""
 
 
 def tensor(*size: int) -> torch.Tensor:

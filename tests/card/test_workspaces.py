@@ -19,7 +19,7 @@ from tests.card.card import MB, needs_numbers
 
 aten = torch.ops.aten
 UNSPLIT = MB
-"""What torch's allocator may hand out beyond a large request, since it leaves no smaller rest of a block."""
+"""The most that torch's allocator adds to a large request, since it leaves no smaller rest of a block."""
 Case = tuple[Any, tuple[Any, ...]]
 
 

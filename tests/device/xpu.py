@@ -16,7 +16,7 @@ RULES = {"mm": output_bytes, "addmm": output_bytes, "native_layer_norm_backward"
 
 
 class Xpu(Device):
-    """What memopt must be told to plan for it."""
+    """Facts that memopt needs to plan for it."""
 
     def cards(self) -> Mapping[str, Hardware]:
         """One card."""

@@ -15,7 +15,7 @@ STOPS, ENDS = 3, 5
 
 
 def losses(program: Path, ranks: int, last: int) -> dict[int, float]:
-    """What `torchrun` prints: the losses by the number of the step."""
+    """The losses that `torchrun` prints, by the number of the step."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}

@@ -220,7 +220,7 @@ class Frozen:
 
     @functools.cached_property
     def plain(self) -> Trained:
-        """What the plain model's training gives."""
+        """The plain model's training result."""
         return trained(self, self.make())
 
     def optimized(self, share: float, **further: Any) -> nn.Module:

@@ -102,7 +102,7 @@ def test_experts_of_the_backward_are_those_of_the_forward() -> None:
 @pytest.mark.slow
 @pytest.mark.plans_always
 def test_without_marks_they_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the marks are for: should this fail one day, inductor rounds alike in both halves."""
+    """The need for the marks: should this fail one day, inductor rounds alike in both halves."""
     monkeypatch.setattr(JointGraph, "decisions", frozenset())
     flipped, _, plan = flips()
     assert flipped > 0

@@ -45,7 +45,7 @@ SHARES = (0.9, 0.8, 0.7, 0.6)
 
 
 def peak_bytes(plain: nn.Module) -> int:
-    """What a step of the plain model holds."""
+    """The peak of the plain model's step."""
     with memopt.measure_peak("cpu") as peak:
         step(plain, change=False)
     return peak.bytes

@@ -43,7 +43,7 @@ def test_what_regions_pass_on_counts_while_it_is_held(roomy: bool) -> None:
 
 @torch.compiler.disable
 def factors(like: torch.Tensor) -> torch.Tensor:
-    """What code between regions makes, without a gradient."""
+    """Factors made between regions, without a gradient."""
     return torch.rand(like.shape[0], 64)
 
 

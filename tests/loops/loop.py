@@ -43,7 +43,7 @@ class Loop:
     way_tolerance: float = 0.5
     """With the default options: the difference of the last weights, as a share of the way from the first ones."""
     unforeseen: str = ""
-    """What later steps need that no earlier one shows, so that a budget named before it may be refused once more, in a
+    """A need of later steps that no earlier one shows, so that a budget named before it may be refused once more, in a
     later step."""
     quick: tuple[str, ...] = ()
     """The options and budgets with which `make test` runs it, as in "exact half"."""

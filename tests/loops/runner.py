@@ -38,7 +38,7 @@ TRIES = 3
 
 @dataclass
 class Run:
-    """What a loop did: by step its losses, the most bytes held, CPU seconds; and its weights and buffers at the end."""
+    """A loop's run: by step its losses, the most bytes held, CPU seconds; and its weights and buffers at the end."""
 
     losses: list[dict[str, float]] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
@@ -182,7 +182,7 @@ class Outcome:
     said: list[str] = field(default_factory=list)
     """The refusals, or the error."""
     states: list[str] = field(default_factory=list)
-    """What memopt says of each model after the last step, and the notes of its plan."""
+    """The status of each model after the last step, and the notes of its plan."""
 
     @property
     def right(self) -> bool:

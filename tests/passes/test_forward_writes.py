@@ -87,7 +87,7 @@ def test_a_part_that_lays_out_a_copy_for_a_sum_stays() -> None:
 
 @pytest.mark.slow
 def test_products_of_aligned_rows_have_the_same_bits_with_and_without_gaps() -> None:
-    """What the pass takes for granted of the kernels of this machine, with one thread and with several."""
+    """The assumption of the pass about the kernels of this machine, with one thread and with several."""
     draws, threads = random.Random(0), torch.get_num_threads()
     try:
         for number in range(400):

@@ -148,7 +148,7 @@ def test_forms(form: str) -> None:
 
 
 def _number(captured: Operators, name: str) -> int:
-    """Which of the inputs that require a gradient an input is."""
+    """An input's position among those that require a gradient."""
     nodes = captured.graph_module.graph.find_nodes(op="placeholder")
     pairs = zip(nodes, captured.inputs, strict=True)
     return [str(node.target) for node, value in pairs if value.requires_grad].index(name)

@@ -41,7 +41,7 @@ def conv1d(x: Tensor, weight: Tensor, back: Tensor) -> Tensor:
 
 
 def heads(x: Tensor, weight: Tensor, back: Tensor) -> Tensor:
-    """What attention reads: rows in the third dimension, in memory of another order, and a view of a product."""
+    """Attention's inputs: rows in the third dimension, in memory of another order, and a view of a product."""
     hidden = F.linear(F.gelu(F.linear(x, weight)).exp().sin(), back)
     query = hidden.view(*x.shape[:2], 2, -1).transpose(1, 2)
     return F.scaled_dot_product_attention(query * 2.0, query.neg(), query, is_causal=True)

@@ -148,7 +148,7 @@ def test_nothing_far_above_the_largest_is_planned() -> None:
 
 
 def test_where_needs_fall_as_the_size_grows_no_plan_is_made_far_above_the_largest() -> None:
-    """What fragmentation adds differs from size to size: the needs of neighbours say nothing about those far away."""
+    """Fragmentation adds different bytes at each size: the needs of neighbours say nothing about those far away."""
     tried: list[int] = []
 
     def plan(size: int) -> Planned:

@@ -100,7 +100,7 @@ def test_a_forward_begins_in_the_situation_of_its_call(plan: Plan) -> None:
 
 
 def test_nothing_takes_the_place_of_the_optimizers_state_on_a_card(plan: Plan) -> None:
-    """What a forward allocates there, such as copies of inputs that may be changed, its backward would refuse."""
+    """A backward would refuse what its forward allocates there, such as copies of inputs that may be changed."""
     tight = replace(plan, budget_bytes=plan.ceiling_bytes)
     on_card = replace(tight, account=replace(plan.account, context=1))
     moment = moment_of(Entry(nn.Linear(1, 1), plan.budget_bytes, 0))

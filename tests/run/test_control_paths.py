@@ -214,7 +214,7 @@ def of_some_rows(h: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 class SomeRows(nn.Module):
-    """What is held between its regions depends on values, and no size in them does."""
+    """The bytes between its regions depend on values, and no size in them does."""
 
     def __init__(self) -> None:
         super().__init__()

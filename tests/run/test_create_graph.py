@@ -151,7 +151,7 @@ def test_every_few_steps(regularised: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("regularised", [beside_its_loss, product_with_hessian])
 def test_beside_a_loss_of_the_same_forward(regularised: Callable[..., Tensor]) -> None:
-    """What comes by both forwards is summed at the leaves."""
+    """Gradients by both forwards are summed at the leaves."""
     plain = Critic().double()
     planned = memopt.optimize(copy.deepcopy(plain), 1, optimizer=None, allow={"recompute"}, precision="fp32")
     torch.testing.assert_close(trained(planned, regularised), trained(plain, regularised))

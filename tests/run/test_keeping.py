@@ -96,7 +96,7 @@ def trained(rank: int, budget_gb: float | None, lengths: tuple[int, int] = (64, 
 
 
 def on_both(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
-    """What `trained` returns on both ranks, in processes of their own."""
+    """The results of `trained` on both ranks, in their own processes."""
     return on_two_ranks(_call, trained, arguments, options)
 
 

@@ -183,7 +183,7 @@ def test_copies_of_inputs_in_the_first_step_do_not_appear_elsewhere() -> None:
 @pytest.mark.plans_always
 @pytest.mark.parametrize("share", [0.5, 2])
 def test_a_backward_bears_as_much_as_its_forward(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other forwards hold may be more than the plan has by a part of what it leaves free, as at the forward."""
+    """Other forwards may hold more than the plan has by a part of what it leaves free, as at the forward."""
     model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
     memopt.optimize(model, 0.01, precision="fp32", allow={"recompute"}, optimizer="sgd")
     share_of_model = session_of(model).share  # type: ignore[union-attr]

@@ -85,7 +85,7 @@ def tried(name: str, budget_bytes: int, *, refusals: int) -> tuple[int, list[int
 
 
 def beside(name: str) -> int:
-    """What other tests have left on the device."""
+    """Bytes left on the device by other tests."""
     gc.collect()
     with memopt.measure_peak() as peak:
         pass

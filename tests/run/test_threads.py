@@ -63,7 +63,7 @@ def losses(seed: int, budget_gb: float | None, begun: threading.Barrier | None =
 
 
 def in_threads(*work: Callable[[], object]) -> list[object]:
-    """What the functions return, each in a thread of its own, or the error that it raises."""
+    """The result of each function in a thread of its own, or the error that it raises."""
     results: list[object] = [None] * len(work)
 
     def run(number: int) -> None:

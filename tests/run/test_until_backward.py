@@ -167,7 +167,7 @@ def test_torchs_own_function_is_back_once_the_backward_was_seen() -> None:
 
 @pytest.mark.slow
 def test_what_appears_in_the_first_step_may_take_the_place_of_the_optimizers_state() -> None:
-    """What the caller's code makes and keeps until the backward, as a teacher's answers."""
+    """Tensors of the caller's code, kept until the backward, as a teacher's answers."""
 
     def train(budget_gb: float = 0) -> tuple[list[torch.Tensor], list[int]]:
         torch.manual_seed(0)
@@ -222,7 +222,7 @@ def test_what_appears_and_stays_is_counted_once(stays: bool) -> None:
 
 @pytest.mark.slow
 def test_the_first_step_leaves_room_for_a_teacher() -> None:
-    """What runs before the first backward is not known, but that there is another model which may."""
+    """The code before the first backward is unknown, except that another model may run."""
 
     def train(budget: float = 0) -> tuple[list[torch.Tensor], list[int]]:
         student = model(16)

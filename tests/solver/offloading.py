@@ -145,7 +145,7 @@ def least_of_all(problem: RematProblem, budget_bytes: int, link: Link) -> float:
 def three_way_choices(
     problem: RematProblem, needed: frozenset[int], price: float, offload_seconds: list[float]
 ) -> Iterator[float]:
-    """What each saved set costs, every storage of it where it is cheaper."""
+    """Each saved set's cost, every storage of it where it is cheaper."""
     forward = [s for op in problem.ops[: problem.forward_ops] for s in op.makes if not problem.storages[s].kept]
     kept = {s for s in range(len(problem.storages)) if problem.storages[s].kept}
     for size in range(len(forward) + 1):

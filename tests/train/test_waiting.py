@@ -23,7 +23,7 @@ READS = {
     aten.equal.default,
     aten.is_nonzero.default,
 }
-"""What waits for a GPU: `.item()`, `bool(…)`, `float(…)`, `if tensor`, and shapes that depend on data."""
+"""Calls that wait for a GPU: `.item()`, `bool(…)`, `float(…)`, `if tensor`, and data-dependent shapes."""
 
 
 class Reads(TorchDispatchMode):

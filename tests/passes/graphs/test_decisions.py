@@ -214,7 +214,7 @@ class LargestTwice(MaskedTwice):
 
 @pytest.mark.parametrize(("function", "expected"), [(MaskedTwice, ["gt"]), (LargestTwice, ["topk", "ge", "sort"])])
 def test_a_backward_of_the_author_s_decides_in_the_forward(function: Any, expected: list[str]) -> None:
-    """What does not depend on gradients there is part of the forward, and computed once."""
+    """Calls there that depend on no gradient are part of the forward, and run once."""
     assert of(lambda y: function.apply(y.exp())) == expected
 
 
