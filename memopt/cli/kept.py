@@ -47,7 +47,7 @@ class _Planned:
     nodes: str
     """The nodes of the `told_graph` with their attributes, and its edges, as JSON."""
     prepared: Prepared | None = field(default=None, metadata=LIVE)
-    """The plan's prepared job."""
+    """The job, already prepared, that the plan was made for."""
 
     @classmethod
     def of(cls, plan: Plan) -> _Planned:

@@ -87,8 +87,8 @@ class Lever:
     option: str = "allow"
     """The option of `optimize` by which users choose it."""
     tried_by: str = "the search"
-    """The stage that tries it, named for users. "the search" adds levers with a `graph` one after the other, and those
-    with an `optimizer` where nothing else fits; other levers are decided elsewhere, such as by the solver."""
+    """The stage that tries the lever, named for users. "the search" adds levers with a `graph` one after the other, and
+    those with an `optimizer` where nothing else fits; other levers are decided elsewhere, such as by the solver."""
     graph: GraphChange | None = None
     optimizer: OptimizerChange | None = None
 
