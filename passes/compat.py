@@ -91,22 +91,22 @@ def replaced(owner: Any, name: str, value: Any) -> contextlib.AbstractContextMan
 def replaced_all(replacements: Sequence[Replacement]) -> Iterator[None]:
     """Context in which attributes of objects and items of dictionaries have other values; afterwards the previous
     values are restored."""
-    before: list[Replacement] = []
+    before = [
+        (owner, name, owner[name] if isinstance(owner, dict) else getattr(owner, name))
+        for owner, name, _ in replacements
+    ]
+    _set_all(replacements)
     try:
-        _replace(replacements, before)
         yield
     finally:
-        _replace(before[::-1], [])
+        _set_all(before)
 
 
-def _replace(replacements: Sequence[Replacement], before: list[Replacement]) -> None:
-    """Set the new values, and append to `before` the replacements that restore the previous ones."""
+def _set_all(replacements: Sequence[Replacement]) -> None:
     for owner, name, value in replacements:
         if isinstance(owner, dict):
-            before.append((owner, name, owner[name]))
             owner[name] = value
         else:
-            before.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
 
 

@@ -31,8 +31,9 @@ PRIVATE_NAMES = private("""
 
 @cache
 def replacements() -> tuple[Replacement, ...]:
-    """The replacements of Dynamo's own functions that are active while models are captured and run. Torch 2.15 reads
-    methods of tensors from a table that holds the functions; torch 2.13 looks them up by name in the class."""
+    """The replacements of Dynamo's own functions that are active while models are captured and run, made once, from the
+    functions at the first capture. Torch 2.15 reads methods of tensors from a table that holds the functions; torch
+    2.13 looks them up by name in the class."""
     import torch._dynamo.config as dynamo_config
     from torch._dynamo import _trace_wrapped_higher_order_op, trace_rules, utils
     from torch._dynamo.variables import GetAttrVariable, TensorVariable, builtin

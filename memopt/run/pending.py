@@ -234,7 +234,7 @@ class PendingForward(WaitingPlanned):
             if elsewhere_bytes > room + self._state_to_come(elsewhere_bytes):
                 self._refuse_elsewhere(elsewhere_bytes, room)
                 return  # it goes on beyond the budget
-        ledger.note_fits(self.entry, self.plan, needed, reading)
+        ledger.note_fits(self.entry, self.plan, needed, ledger.reading())  # a search has freed garbage
 
     def _see_what_appeared(self, moment: Moment) -> None:
         """Record, in the first backward and in each further one through the same forward, the bytes that have appeared

@@ -297,7 +297,8 @@ class Share:
 
     def _counted(self, call: Call, *kind: object) -> Moment:
         """The moment at which a call begins, with the bytes that are counted already: its inputs, the copies by which
-        it can be undone, and what waiting forwards hold and returned. `kind` has further parts of `Moment.kind`."""
+        it can be undone, and what waiting forwards hold and returned. `kind` has further parts of `Moment.kind`; with
+        "backward" among them, DDP's buckets are recorded when the running backward ends."""
         ledger, own = Ledger.of(self.entry), self.entry.waiting()
         waiting = [*own, *self.entry.plain]
         others = [other for other in ledger.entries if other is not self.entry]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -256,6 +257,33 @@ def test_a_backward_as_an_earlier_one_is_not_counted_again(monkeypatch: pytest.M
     assert not counted_in_step()
     with pytest.raises(memopt.BudgetError, match="elsewhere"):
         counted_in_step(appearing=3 * 10**6)
+
+
+@pytest.mark.plans_always
+@pytest.mark.usefixtures("counted")
+def test_garbage_of_an_earlier_backward_leaves_no_room_for_tensors_in_a_later_one() -> None:
+    """The search of the first backward frees it; what is recorded as fitting is what is allocated after that."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+    memopt.optimize(model, 0.01, precision="fp32", allow={"recompute"}, optimizer="sgd")
+    rows = torch.randn(256, 128)
+
+    def step(*, garbage: bool) -> None:
+        model.zero_grad()
+        loss = model(rows).square().mean()
+        appeared: list[object] = [torch.zeros(3 * 10**6)]
+        if garbage:
+            appeared.append(appeared)
+            del appeared
+        loss.backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        step(garbage=True)
+        with pytest.raises(memopt.BudgetError, match="elsewhere"):
+            step(garbage=False)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.plans_always
