@@ -307,8 +307,8 @@ def _counted(
     tangents = _bytes_of([loss for loss in losses if loss.dim()])
     found = PlainStep(count.peak_bytes, held, _bytes_of(outputs), reached=frozenset(reached), graph=graph)
     before: Any = {"forward_bytes": in_forward, "derived_bytes": derived, "before_last_bytes": before_last}
-    found = replace(found, **before, tangent_bytes=tangents, sparse_bytes=excess)
-    return replace(found, calls=count.calls, nodes=nodes, draws=draws)
+    of_gradients: Any = {"tangent_bytes": tangents, "sparse_bytes": excess}
+    return replace(found, **before, **of_gradients, calls=count.calls, nodes=nodes, draws=draws)
 
 
 def _derived(

@@ -242,11 +242,11 @@ def _run_frames_eagerly(module: ModuleType) -> None:
 def _idle_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The attention mask among a call's arguments if it masks nothing; without a mask, its position ids if each row of
     them is one sequence. Eager mode makes no mask of either. None for all other calls."""
-    for named in (kwargs, *[value for value in args if isinstance(value, Mapping)]):
+    for named in (kwargs, *(value for value in args if isinstance(value, Mapping))):
         mask, positions = named.get("attention_mask"), named.get("position_ids")
-        if mask is not None and _has_values(mask):
+        if _has_values(mask):
             return mask if _is_ones(mask) else None
-        if positions is not None and _has_values(positions):
+        if _has_values(positions):
             return positions if (positions.diff(dim=-1) == 1).all() else None
     return None
 

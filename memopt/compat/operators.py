@@ -140,7 +140,7 @@ _OF_LIBRARIES = frozenset(("aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves of nested containers, in order."""
     leaves = _pytree.tree_leaves(tree)
-    if not [leaf for leaf in leaves if isinstance(leaf, UserDict)]:
+    if not any(isinstance(leaf, UserDict) for leaf in leaves):
         return leaves
     return [one for leaf in leaves for one in (tree_leaves(leaf.data) if isinstance(leaf, UserDict) else (leaf,))]
 

@@ -217,7 +217,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """The storages that hold a tensor: those of its indices and values if it is sparse, those of the tensors inside a
     wrapper, else its own. Empty for tensors in oneDNN's layout, whose storage torch cannot access."""
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
+    if _is_plain(tensor):
         return [tensor.untyped_storage()]
     with plain_tensors(), torch.no_grad():
         return [part.untyped_storage() for part in with_memory([tensor]) if not has_no_storage(part)]
@@ -226,15 +226,17 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own classes and has one storage, its own."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
 def bytes_of_storages(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The bytes of the storages of `tensors`, each once; of a tensor whose storage torch cannot access, its own. Plain
-    tensors, as most parameters are, are looked up inline."""
+    """The bytes of the storages of `tensors`, each once; of a tensor whose storage torch cannot access, its own."""
     found: dict[int, int] = {}
     for tensor in tensors:
-        strided = type(tensor) in _PLAIN and tensor.layout is torch.strided
-        plain = strided and not (tensor.is_nested or tensor.is_quantized)
-        for part in (tensor,) if plain else with_memory((tensor,)):
-            if not plain and has_no_storage(part):
+        for part in (tensor,) if _is_plain(tensor) else with_memory((tensor,)):
+            if part.layout is _MKLDNN:
                 found[id(part)] = part.nbytes
             else:
                 storage = part.untyped_storage()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import torch
 
@@ -280,10 +280,6 @@ class Moment:
         return elsewhere + self._later(found.other) + self.lasting_bytes
 
 
-Reading: TypeAlias = tuple[str, int | None]
-"""A source from which the bytes allocated on a device are read, and their number, None where that is not known."""
-
-
 class Ledger(ModelsOnDevice):
     """Counts the bytes on a device outside of the steps of the optimised models there.
 
@@ -354,20 +350,21 @@ class Ledger(ModelsOnDevice):
         _, looked = self._level(moment)
         return moment.entry.fixed_bytes or (0 if looked is None else looked.most)
 
-    def fits_as_before(self, entry: Entry, plan: Plan, needed: int, reading: Reading) -> bool:
+    def fits_as_before(self, entry: Entry, plan: Plan, needed: int) -> bool:
         """Whether a backward of a plan surely fits the budget, as the bytes allocated now plus `needed` are no more
-        than when an earlier backward of the plan fitted. `needed` is what the backward takes of the budget, `reading`
-        the `Ledger.reading` as it begins. Found in microseconds. False where other optimised models train, and in DDP,
-        whose buckets are looked for in each backward."""
-        source, allocated = reading
+        than when an earlier backward of the plan fitted. `needed` is what the backward takes of the budget. Found in
+        microseconds. False where other optimised models train, and in DDP, whose buckets are looked for in each
+        backward."""
+        source, allocated = self._reading()
         fitted = entry.figures.get(((_FITTED, source), id(plan)))
         if fitted is None or allocated is None or plan.account.buckets or self.others_training(entry):
             return False
         return allocated + needed < fitted[1] + BOOKKEEPING_BYTES
 
-    def note_fits(self, entry: Entry, plan: Plan, needed: int, reading: Reading) -> None:
-        """Record that a backward fits the budget that began at this reading; `fits_as_before` compares later ones."""
-        source, allocated = reading
+    def note_fits(self, entry: Entry, plan: Plan, needed: int) -> None:
+        """Record that the backward that begins now fits the budget; `fits_as_before` compares later ones with it. To be
+        called after a search of the device, which frees garbage."""
+        source, allocated = self._reading()
         if allocated is not None:
             entry.figures[(_FITTED, source), id(plan)] = plan, allocated + needed
 
@@ -420,12 +417,12 @@ class Ledger(ModelsOnDevice):
     def _level(self, moment: Moment) -> tuple[int | None, LatestLooks | None]:
         """The bytes allocated without those that memopt accounts for, None where that is not known; and the latest
         searches at moments of the same kind: what is elsewhere in a forward may be the step's own in its backward."""
-        source, allocated = self.reading()
+        source, allocated = self._reading()
         level = None if allocated is None else allocated - moment.known_bytes
         kind = moment.kind, "allocator" if allocated is None else source
         return level, moment.entry.looks.get(kind)
 
-    def reading(self) -> Reading:
+    def _reading(self) -> tuple[str, int | None]:
         """The source from which the bytes allocated on the device are read, and their number. The number is None while
         another profiler runs, whose records are in memory of `malloc`. While memopt's own meter runs, it counts what
         tensors hold; in a backward, what they held at the latest reading before."""
@@ -437,13 +434,13 @@ class Ledger(ModelsOnDevice):
     def _look(self, moment: Moment, before: Elsewhere, *, planning: bool) -> Elsewhere:
         started, entry = time.monotonic(), moment.entry
         found = self._found(moment)
-        source, _ = self.reading()
+        source, _ = self._reading()
         key, looked = (moment.kind, source), entry.looks.get((moment.kind, source))
         if found.other - before.other > entry.notable_bytes:
             more = looked is None or found.other - looked.most > entry.notable_bytes
             gc.collect(2 if more else 1)  # bytes that earlier steps had too need not be garbage
             found = self._found(moment)
-        _, allocated = self.reading()
+        _, allocated = self._reading()
         level = (allocated or 0) - moment.known_bytes
         levels = looked.levels if looked is not None and not entry.due else deque(maxlen=_LOOKS)
         levels.append((level, level - found.other))

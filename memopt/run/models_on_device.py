@@ -84,8 +84,8 @@ class ModelsOnDevice:
             other.overlaps.add(Overlap((), weakref.ref(forward.entry), begun_before=True))
         entry = forward.entry
         entry.seen_meanwhile.append(frozenset(forward.overlaps))
-        entry.seen_later.append(Overlap(tuple([weakref.ref(other.entry) for other in later])))
-        entry.seen_models.update([other.model for other in self.others_training(entry)])
+        entry.seen_later.append(Overlap(tuple(weakref.ref(other.entry) for other in later)))
+        entry.seen_models.update(other.model for other in self.others_training(entry))
 
     def begun_since(self, forward: Waiting) -> list[Waiting]:
         """The waiting forwards of other models that began after `forward`."""

@@ -218,8 +218,7 @@ class PendingForward(WaitingPlanned):
             return
         self.backwards += 1
         unseen = self.backwards > self.entry.seen_until_backward
-        reading = ledger.reading()
-        if not unseen and ledger.fits_as_before(self.entry, self.plan, needed, reading):
+        if not unseen and ledger.fits_as_before(self.entry, self.plan, needed):
             return
         moment = self.moment_of(self, gradients)
         if self.backwards > 1:  # other things are allocated than when the first one begins
@@ -234,7 +233,7 @@ class PendingForward(WaitingPlanned):
             if elsewhere_bytes > room + self._state_to_come(elsewhere_bytes):
                 self._refuse_elsewhere(elsewhere_bytes, room)
                 return  # it goes on beyond the budget
-        ledger.note_fits(self.entry, self.plan, needed, ledger.reading())  # a search has freed garbage
+        ledger.note_fits(self.entry, self.plan, needed)
 
     def _see_what_appeared(self, moment: Moment) -> None:
         """Record, in the first backward and in each further one through the same forward, the bytes that have appeared

@@ -204,17 +204,21 @@ class DataParallel:
             return buckets
         return replace(buckets, hold_gradients=bool(held) or _exchanges(wrapper))
 
-    def bucket_memory(self, *, note: bool = False) -> tuple[int, frozenset[int]]:
+    def bucket_memory(self) -> tuple[int, frozenset[int]]:
         """The bytes of the wrapper's buckets, and the addresses of those buckets that gradients were found to be views
-        of; 0 and empty without a wrapper. With `note`, the addresses of buckets that gradients are views of when the
-        running backward ends are recorded then."""
+        of; 0 and empty without a wrapper."""
         wrapper = self.wrapper
         if wrapper is None:
             return 0, frozenset()
         hooks = reducer_hooks(wrapper)
-        if note:
-            hooks.note_at_end()
         return hooks.nbytes, hooks.addresses
+
+    def note_buckets(self) -> None:
+        """Have the addresses of the wrapper's buckets recorded when the running backward ends: of those that gradients
+        are views of by then. Does nothing without a wrapper."""
+        wrapper = self.wrapper
+        if wrapper is not None:
+            reducer_hooks(wrapper).note_at_end()
 
     def _take(self, wrapper: DistributedDataParallel) -> None:
         check_wrapper(wrapper)

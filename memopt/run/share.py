@@ -297,13 +297,12 @@ class Share:
 
     def _counted(self, call: Call, *kind: object) -> Moment:
         """The moment at which a call begins, with the bytes that are counted already: its inputs, the copies by which
-        it can be undone, and what waiting forwards hold and returned. `kind` has further parts of `Moment.kind`; with
-        "backward" among them, DDP's buckets are recorded when the running backward ends."""
+        it can be undone, and what waiting forwards hold and returned. `kind` has further parts of `Moment.kind`."""
         ledger, own = Ledger.of(self.entry), self.entry.waiting()
         waiting = [*own, *self.entry.plain]
         others = [other for other in ledger.entries if other is not self.entry]
         theirs = [one for other in others for one in other.waiting()]
-        bucket_bytes, buckets = self.parallel.bucket_memory(note="backward" in kind)
+        bucket_bytes, buckets = self.parallel.bucket_memory()
         lasting, now = ledger.lasting(self.entry)
         return Moment(
             self.entry,
@@ -324,6 +323,7 @@ class Share:
     def backward_moment(self, forward: PendingForward, gradients: Sequence[object]) -> Moment:
         """The moment at which the backward of a forward begins: which bytes on the device are counted already, in the
         step or in other forwards. `gradients` are those of the outputs, with which the backward begins."""
+        self.parallel.note_buckets()
         counted = self._counted(((), {}), forward.plan.account.gradients_held, "backward")
         waiting = [one for one in self.entry.waiting() if isinstance(one, PendingForward)]
         present = self._present({forward, *waiting}, gradients, counted.ledger.device)

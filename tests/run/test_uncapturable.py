@@ -159,7 +159,7 @@ def test_a_plain_step_is_not_refused_for_memory_that_no_tensor_holds(monkeypatch
         return own(*given, **options)
 
     monkeypatch.setattr(plain_counter, "count_on_values", count)
-    monkeypatch.setattr(Ledger, "reading", lambda _: ("allocator", allocated[0]))
+    monkeypatch.setattr(Ledger, "_reading", lambda _: ("allocator", allocated[0]))
     x, adjacency = torch.randn(4096, 8), torch.eye(4096).to_sparse()
     with pytest.raises(memopt.BudgetError) as refused:
         memopt.optimize(Product(), 2**-11)(x, adjacency)
